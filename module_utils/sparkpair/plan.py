@@ -60,10 +60,14 @@ def parse_subnet(subnet: str) -> ipaddress.IPv4Network:
             nearest = ipaddress.IPv4Network(subnet.strip(), strict=False)
         except ValueError:
             raise PlanError(f"fabric_subnet {subnet!r} is not a network: {want}") from error
-        raise PlanError(f"fabric_subnet {subnet!r} is an address inside a network: write {nearest}") from error
+        raise PlanError(
+            f"fabric_subnet {subnet!r} is an address inside a network: write {nearest}"
+        ) from error
     for kind in ("multicast", "loopback", "link_local", "reserved", "unspecified"):
         if getattr(network.network_address, f"is_{kind}") or getattr(network.broadcast_address, f"is_{kind}"):
-            raise PlanError(f"fabric_subnet {network} is {kind.replace('_', '-')}, which hosts cannot use: {want}")
+            raise PlanError(
+                f"fabric_subnet {network} is {kind.replace('_', '-')}, which hosts cannot use: {want}"
+            )
     return network
 
 
