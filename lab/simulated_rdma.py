@@ -1,8 +1,8 @@
 """A simulated sysfs tree of a DGX Spark's ConnectX-7, for machines that have none.
 
 The lab's nodes own real interfaces with the right names, but no RDMA device. This file makes the missing part
-of sysfs as ordinary files, shaped as the kernel writes them. Whatever the kernel knows about the real interface
-(carrier, MTU, address, flags, counters) stays a symbolic link to the real sysfs, so it is true in the node.
+of sysfs as ordinary files, shaped as the kernel writes them. Whatever the kernel knows about the real
+interface (carrier, MTU, address, flags, counters) stays a link to the real sysfs, so it is true in the node.
 
 Unused GID slots read as zeros and have no type and no netdev: the kernel answers EINVAL there, which no
 ordinary file can do, so those files are missing. Readers must treat both the same.
@@ -32,7 +32,7 @@ FABRIC_NETWORKS = ("192.168.176", "192.168.177")
 class Port:
     """One PCI function of the adapter: its netdev, its RDMA device and what sysfs says about them.
 
-    `carrier` is the text of that file: "1" link, "0" no link, None unreadable (interface administratively down).
+    `carrier` is the text of that file: "1" link, "0" no link, None unreadable (administratively down).
     `speed` is in Mb/s, `mtu` in bytes, `addresses` are IPv4 addresses that have a GID.
     """
 
@@ -78,7 +78,7 @@ def write(path: Path, text: str) -> None:
 
 
 def gid_of_mac(mac: str) -> str:
-    """The default GID that the kernel derives from a MAC, with or without an IPv6 address (EUI-64 link-local)."""
+    """The default GID that the kernel derives from a MAC (EUI-64), with or without an IPv6 address."""
     b = [int(byte, 16) for byte in mac.split(":")]
     tail = [b[0] ^ 2, b[1], b[2], 0xFF, 0xFE, b[3], b[4], b[5]]
     return "fe80:0000:0000:0000:" + ":".join(f"{tail[i]:02x}{tail[i + 1]:02x}" for i in range(0, 8, 2))
@@ -163,7 +163,7 @@ def write_tree(root: Path, node_index: int) -> None:
         shutil.rmtree(root)
     write(
         root / MARKER,
-        "Simulated ConnectX-7 of a DGX Spark, made by lab/simulated_rdma.py. Not a real adapter.",
+        "Simulated ConnectX-7, made by lab/simulated_rdma.py. Not a real adapter.",
     )
     for port in spark_ports(node_index):
         write_netdev(root, port, live=True)
