@@ -60,13 +60,12 @@ def parse_subnet(subnet: str) -> ipaddress.IPv4Network:
             nearest = ipaddress.IPv4Network(subnet.strip(), strict=False)
         except ValueError:
             raise PlanError(f"fabric_subnet {subnet!r} is not a network: {want}") from error
-        raise PlanError(
-            f"fabric_subnet {subnet!r} is an address inside a network: write {nearest}"
-        ) from error
+        raise PlanError(f"fabric_subnet {subnet!r} is an address in a network: write {nearest}") from error
+    ends = (network.network_address, network.broadcast_address)
     for kind in ("multicast", "loopback", "link_local", "reserved", "unspecified"):
-        if getattr(network.network_address, f"is_{kind}") or getattr(network.broadcast_address, f"is_{kind}"):
+        if any(getattr(end, f"is_{kind}") for end in ends):
             raise PlanError(
-                f"fabric_subnet {network} is {kind.replace('_', '-')}, which hosts cannot use: {want}"
+                f"fabric_subnet {network} is {kind.replace('_', '-')}, which no host can use: {want}"
             )
     return network
 
@@ -85,13 +84,14 @@ def rail_plan(subnet: str, rails: int, nodes: int, taken: Mapping[str, str] | No
     needed = RAIL_PREFIX - (rails - 1).bit_length()
     if network.prefixlen > needed:
         raise PlanError(
-            f"fabric_subnet {network} is too small: {rails} rails need one /{RAIL_PREFIX} each, so write a /{needed}"
+            f"fabric_subnet {network} is too small: "
+            f"{rails} rails need one /{RAIL_PREFIX} each, so write a /{needed}"
         )
     if nodes > MAX_NODES:
         raise PlanError(f"{nodes} nodes do not fit: a rail is a /{RAIL_PREFIX} and holds {MAX_NODES}")
     for name, other in overlaps(network, taken or {}).items():
         raise PlanError(
-            f"fabric_subnet {network} overlaps {other} ({name}): the fabric needs a network that nothing else uses"
+            f"fabric_subnet {network} overlaps {other} ({name}): choose a network that nothing else uses"
         )
     blocks = network.subnets(new_prefix=RAIL_PREFIX)
     return [RailPlan(rail, next(blocks)) for rail in range(rails)]
@@ -114,6 +114,7 @@ def check_mtu(mtu: int) -> int:
     """Return `mtu` (bytes) when rails can use it. Raises PlanError otherwise."""
     if isinstance(mtu, bool) or not isinstance(mtu, int) or not MTU_MIN <= mtu <= MTU_MAX:
         raise PlanError(
-            f"fabric_mtu {mtu!r} is not between {MTU_MIN} and {MTU_MAX}: write 9000 (or 1500 without jumbo frames)"
+            f"fabric_mtu {mtu!r} is not between {MTU_MIN} and {MTU_MAX}: "
+            "write 9000, or 1500 where a switch passes no jumbo frames"
         )
     return mtu
