@@ -1,0 +1,1 @@
+"""Shared code of the sparkpair modules: text, numbers and paths in, data out."""
