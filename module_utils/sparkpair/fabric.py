@@ -1,0 +1,354 @@
+"""Read the fabric of one node: cages, twins, RDMA devices and addresses; choose the cage with the cable.
+
+Everything comes from sysfs and from the JSON of `ip`, both handed in, so a test gives a folder and two lists.
+An attribute that cannot be read (EINVAL, EOPNOTSUPP) counts as absent: the kernel answers so for `carrier` of
+an interface that is down and for unused GID slots.
+
+A Spark has one ConnectX-7 with two QSFP cages, `p0` and `p1`. Each cage has two PCI functions, the twins,
+which share the cable: `enp1s0f0np0` and `enP2p1s0f0np0` are cage p0. A rail is one twin of the cage in use.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.sparkpair.plan import PlanError, RailPlan, rail_plan
+
+RAILS = 2
+"""Twins of one cage."""
+
+FULL_SPEED = 200_000
+"""Mb/s that both twins of a healthy link report in sysfs."""
+
+FULL_WIDTH = 4
+"""PCIe lanes of each function; firmware from before April 2026 brings one of them up with 2."""
+
+MELLANOX = "0x15b3"
+"""PCI vendor of the ConnectX-7."""
+
+_NAME = re.compile(r"^en(?:p|P2p)1s0f([01])np\1$")
+_PORT = re.compile(r"^p\d+$")
+_PCI = re.compile(r"^([0-9a-f]{4,}):[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
+
+
+class FabricError(ValueError):
+    """The fabric cannot be used as it is; the text says what was found and what mends it."""
+
+
+@dataclass(frozen=True)
+class Port:
+    """One network interface of the adapter.
+
+    `carrier` is None when the kernel does not tell, which it does only for an interface that is up.
+    `speed` is in Mb/s, `mtu` in bytes, `link_width` in PCIe lanes; None when unknown. `addresses` are IPv4
+    with prefix length. `hca` is the RDMA device on the same PCI function.
+    """
+
+    netdev: str
+    cage: str
+    domain: str
+    hca: str | None
+    up: bool
+    carrier: bool | None
+    speed: int | None
+    mtu: int | None
+    link_width: int | None
+    mac: str | None
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Rail:
+    """One twin of the chosen cage with its planned addresses (`addresses_by_rank` without prefix)."""
+
+    rail: int
+    netdev: str
+    hca: str
+    carrier: bool
+    mtu: int | None
+    speed: int | None
+    addresses: tuple[str, ...]
+    address: str
+    addresses_by_rank: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Fabric:
+    """What a node's fabric is, and what is not as it should be (`problems`, one sentence each)."""
+
+    cage: str
+    rails: tuple[Rail, ...]
+    cages: dict[str, tuple[Port, ...]]
+    default_route_interfaces: tuple[str, ...]
+    problems: tuple[str, ...]
+    foreign_addresses: dict[str, tuple[str, ...]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data for `exit_json`."""
+        return asdict(self)
+
+
+def attribute(path: Path) -> str | None:
+    """Text of a sysfs attribute without surrounding space; None when it is absent, unreadable or empty."""
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip() or None
+    except OSError:
+        return None
+
+
+def number(path: Path) -> int | None:
+    """A sysfs attribute as a number; None when absent or not a number above zero (the kernel's -1)."""
+    text = attribute(path) or ""
+    return int(text) if text.isdigit() and int(text) > 0 else None
+
+
+def entries(folder: Path) -> list[Path]:
+    """What a sysfs folder holds, sorted by name; nothing when it is absent."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def rdma_devices(sysfs_root: Path) -> dict[str, str]:
+    """RDMA device of each network interface: netdev -> hca."""
+    return {
+        netdev.name: hca.name
+        for hca in entries(sysfs_root / "class/infiniband")
+        for netdev in entries(hca / "device/net")
+    }
+
+
+def ipv4_addresses(link: Mapping[str, Any]) -> tuple[str, ...]:
+    """IPv4 addresses with prefix length from one entry of `ip -j addr`."""
+    return tuple(
+        f"{info['local']}/{info['prefixlen']}"
+        for info in link.get("addr_info", [])
+        if info.get("family") == "inet" and "local" in info
+    )
+
+
+def default_route_interfaces(routes: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Interfaces of the default routes in the output of `ip -j route`, several paths included."""
+    hops = [hop for route in routes if route.get("dst") == "default" for hop in (route, *route.get("nexthops", []))]
+    return tuple(sorted({str(hop["dev"]) for hop in hops if "dev" in hop}))
+
+
+def read_ports(sysfs_root: Path, links: Sequence[Mapping[str, Any]]) -> list[Port]:
+    """All network interfaces of the adapter. `links` is the output of `ip -j addr`."""
+    hcas = rdma_devices(sysfs_root)
+    by_name = {str(link.get("ifname")): link for link in links}
+    ports = []
+    for net in entries(sysfs_root / "class/net"):
+        port_name = attribute(net / "phys_port_name")
+        by_pattern = _NAME.match(net.name)
+        if port_name is None and by_pattern:
+            port_name = f"p{by_pattern.group(1)}"
+        if port_name is None or not _PORT.match(port_name):
+            continue
+        if attribute(net / "device/vendor") not in (None, MELLANOX):
+            continue
+        link = by_name.get(net.name, {})
+        carrier = attribute(net / "carrier")
+        ports.append(
+            Port(
+                netdev=net.name,
+                cage=port_name,
+                domain=pci_domain(net),
+                hca=hcas.get(net.name),
+                up="UP" in link.get("flags", []) or carrier is not None,
+                carrier=None if carrier is None else carrier == "1",
+                speed=number(net / "speed"),
+                mtu=number(net / "mtu"),
+                link_width=number(net / "device/current_link_width"),
+                mac=attribute(net / "address"),
+                addresses=ipv4_addresses(link),
+            )
+        )
+    return ports
+
+
+def pci_domain(net: Path) -> str:
+    """PCI domain of an interface ("0000", "0002"): from its device link, else from the P2 in its name."""
+    match = _PCI.match((net / "device").resolve().name)
+    if match:
+        return match.group(1)
+    return "0002" if "P2" in net.name else "0000"
+
+
+def group_cages(ports: Iterable[Port]) -> dict[str, tuple[Port, ...]]:
+    """Ports by cage, twins in the order of their PCI domain."""
+    cages: dict[str, list[Port]] = {}
+    for port in sorted(ports, key=lambda port: (port.cage, port.domain, port.netdev)):
+        cages.setdefault(port.cage, []).append(port)
+    return {cage: tuple(twins) for cage, twins in cages.items()}
+
+
+def describe(cage: str, twins: Sequence[Port]) -> str:
+    """One cage in words: "p0 (enp1s0f0np0 link, enP2p1s0f0np0 no link)"."""
+    words = {True: "link", False: "no link", None: "carrier unknown"}
+    return f"{cage} ({', '.join(f'{t.netdev} ' + (words[t.carrier] if t.up else 'is down') for t in twins)})"
+
+
+def raise_command(ports: Iterable[Port]) -> str:
+    """The command that raises every port that is administratively down."""
+    return "; ".join(f"ip link set dev {port.netdev} up" for port in ports if not port.up)
+
+
+def unusable(cage: str, twins: Sequence[Port], default_route: Iterable[str]) -> str | None:
+    """Why a cage cannot carry the fabric, with the remedy; None when it can."""
+    here = describe(cage, twins)
+    routed = [port.netdev for port in twins if port.netdev in set(default_route)]
+    linked = [port for port in twins if port.carrier]
+    if routed:
+        return f"cage {here} carries the default route on {routed[0]}: the fabric needs a cage of its own"
+    if len(twins) > RAILS:
+        return f"cage {here} has {len(twins)} interfaces instead of {RAILS}: rename or remove what is not a twin"
+    if linked and len(twins) < RAILS:
+        return (
+            f"cage {here} shows only one of its two twins: the other PCI function is missing, "
+            "so power both nodes off, wait a minute and start them with the cable attached"
+        )
+    if len(linked) == RAILS:
+        return None
+    if any(not port.up for port in twins):
+        return f"cage {here} cannot be judged, because a port that is down shows no link: {raise_command(twins)}"
+    if linked:
+        return f"cage {here} has a link on one twin only: reseat the cable at both ends, then restart both nodes"
+    return f"cage {here} has no link: seat the QSFP cable at both ends and see that the other node is on"
+
+
+def choose_cage(cages: Mapping[str, Sequence[Port]], default_route: Iterable[str] = (), wanted: str = "") -> str:
+    """The cage that carries the fabric: `wanted`, else the only one with a link on both twins.
+
+    Raises FabricError when there is none, when there are two, or when `wanted` cannot be used.
+    """
+    if not cages:
+        raise FabricError(
+            "no ConnectX-7 interface: the adapter leaves the PCI bus while no cable is in, "
+            "so plug the QSFP cable in at both ends, wait 10 seconds and run again"
+        )
+    if wanted and wanted not in cages:
+        raise FabricError(f"fabric_cage is {wanted!r}, but this node has {' and '.join(sorted(cages))}")
+    reasons = {cage: unusable(cage, twins, default_route) for cage, twins in cages.items()}
+    if wanted:
+        if reasons[wanted]:
+            raise FabricError(f"fabric_cage is {wanted!r}, but {reasons[wanted]}")
+        return wanted
+    usable = sorted(cage for cage, reason in reasons.items() if reason is None)
+    if len(usable) > 1:
+        both = " and ".join(describe(cage, cages[cage]) for cage in usable)
+        raise FabricError(f"both cages have a cable: {both}; set fabric_cage to {' or '.join(usable)} for this node")
+    if not usable:
+        # A half working cage is nearer to the mark than an empty one: its reason alone is worth reading.
+        partly = [cage for cage, twins in cages.items() if any(port.carrier for port in twins)]
+        raise FabricError("; ".join(str(reasons[cage]) for cage in sorted(partly or cages)))
+    return usable[0]
+
+
+def degraded(twins: Iterable[Port]) -> list[str]:
+    """What makes the chosen twins slow although they have a link, with the remedy."""
+    found = []
+    for port in twins:
+        if port.speed is not None and port.speed < FULL_SPEED:
+            found.append(
+                f"{port.netdev} runs at {port.speed} Mb/s instead of {FULL_SPEED}: use a 200G cable, "
+                "and on a switch force 200G-baseCR4 with autonegotiation off"
+            )
+        if port.link_width is not None and port.link_width < FULL_WIDTH:
+            found.append(
+                f"{port.netdev} has {port.link_width} PCIe lanes instead of {FULL_WIDTH}: "
+                "update the firmware (fwupdmgr update) and restart the node"
+            )
+    return found
+
+
+def taken_networks(
+    cages: Mapping[str, Sequence[Port]],
+    cage: str,
+    links: Iterable[Mapping[str, Any]],
+    routes: Iterable[Mapping[str, Any]],
+    planned: Iterable[str],
+) -> dict[str, str]:
+    """Networks that this node uses outside its fabric: description -> network.
+
+    Ports of the other cage are passed over when they have no link or hold only `planned` addresses:
+    the fabric was there before the cable was moved or another cage was asked for.
+    """
+    fabric = {port.netdev for port in cages[cage]}
+    for port in (port for twins in cages.values() for port in twins):
+        if not port.carrier or (port.addresses and set(port.addresses) <= set(planned)):
+            fabric.add(port.netdev)
+    taken = {}
+    for link in links:
+        name = str(link.get("ifname"))
+        if name not in fabric:
+            taken.update({f"{name} {address}": address for address in ipv4_addresses(link)})
+    for route in routes:
+        name, target = str(route.get("dev")), str(route.get("dst"))
+        if name not in fabric and target != "default":
+            taken[f"route through {name}"] = target
+    return taken
+
+
+def make_rails(twins: Sequence[Port], plans: Sequence[RailPlan], rank: int, nodes: int) -> tuple[Rail, ...]:
+    """Join the chosen twins with the plan. Raises FabricError when a twin has no RDMA device."""
+    rails = []
+    for port, plan in zip(twins, plans, strict=True):
+        if port.hca is None:
+            raise FabricError(f"{port.netdev} has no RDMA device: load the driver with: modprobe mlx5_ib")
+        rails.append(
+            Rail(
+                rail=plan.rail,
+                netdev=port.netdev,
+                hca=port.hca,
+                carrier=bool(port.carrier),
+                mtu=port.mtu,
+                speed=port.speed,
+                addresses=port.addresses,
+                address=plan.interface(rank),
+                addresses_by_rank=tuple(plan.address(other) for other in range(nodes)),
+            )
+        )
+    return tuple(rails)
+
+
+def read_fabric(
+    sysfs_root: Path,
+    links: Sequence[Mapping[str, Any]],
+    routes: Sequence[Mapping[str, Any]],
+    *,
+    subnet: str,
+    rank: int,
+    nodes: int,
+    cage: str = "",
+) -> Fabric:
+    """Read a node's fabric, choose the cage and plan the addresses of all ranks.
+
+    `links` and `routes` are the output of `ip -j addr` and `ip -j route`. Raises FabricError when no cage can
+    be chosen and PlanError when `subnet` does not fit this node.
+    """
+    if not 0 <= rank < nodes:
+        raise PlanError(f"rank {rank} is not one of {nodes} nodes")
+    planned = [plan.interface(rank) for plan in rail_plan(subnet, RAILS, nodes)]
+    cages = group_cages(read_ports(sysfs_root, links))
+    hcas = [hca.name for hca in entries(sysfs_root / "class/infiniband")]
+    if hcas and not cages:
+        raise FabricError(f"RDMA devices {', '.join(hcas)} have no network interface: run: modprobe mlx5_core")
+    default_route = default_route_interfaces(routes)
+    chosen = choose_cage(cages, default_route, cage)
+    plans = rail_plan(subnet, RAILS, nodes, taken_networks(cages, chosen, links, routes, planned))
+    rails = make_rails(cages[chosen], plans, rank, nodes)
+    foreign = {rail.netdev: tuple(a for a in rail.addresses if a != rail.address) for rail in rails}
+    return Fabric(
+        cage=chosen,
+        rails=rails,
+        cages=cages,
+        default_route_interfaces=default_route,
+        problems=tuple(degraded(cages[chosen])),
+        foreign_addresses={netdev: addresses for netdev, addresses in foreign.items() if addresses},
+    )
