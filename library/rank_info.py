@@ -1,0 +1,94 @@
+#!/usr/bin/python
+"""Ansible module: read what a rank serves and what really runs, in one call."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: rank_info
+short_description: The rank's unit, its processes with their variables, and the digests on disk
+description:
+  - Reads systemd, /proc, the journal and files; changes nothing.
+  - Needs root for the processes of the service user.
+options:
+  root: {description: Folder of the environments, type: path, default: /opt/sparkpair}
+  model: {description: The symlink to the model in use, type: path, default: /var/lib/sparkpair/models/current}
+  prefixes:
+    description: Beginnings of the variables of processes that are reported.
+    type: list
+    elements: str
+    default: [DSPARK_, SPARKPAIR_]
+  packages:
+    description: Debian packages whose version is reported.
+    type: list
+    elements: str
+    default: [cuda-toolkit-13-0, libnccl2]
+attributes:
+  check_mode: {support: full, description: Changes nothing}
+  diff_mode: {support: none, description: Changes nothing}
+author: [sparkpair contributors]
+"""
+
+EXAMPLES = r"""
+- name: Read the rank
+  rank_info:
+"""
+
+RETURN = r"""
+unit: {description: Properties of the unit by systemd's names, type: dict, returned: success}
+processes: {description: "pid, name and env of every process of the unit", type: list, returned: success}
+scheduler:
+  description: cap and policy that the running scheduler logged; null on ranks above 0, which build none.
+  type: dict
+  returned: success
+packages: {description: Name to version of the O(packages) that are installed, type: dict, returned: success}
+system: {description: "Operating system, DGX release and kernel", type: str, returned: success}
+vllm: {description: Version of the vLLM in use, type: str, returned: success}
+digests: {description: "env, scheduler and model on disk", type: dict, returned: success}
+"""
+
+from pathlib import Path
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.sparkpair import rank
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "root": {"type": "path", "default": "/opt/sparkpair"},
+            "model": {"type": "path", "default": "/var/lib/sparkpair/models/current"},
+            "prefixes": {"type": "list", "elements": "str", "default": ["DSPARK_", "SPARKPAIR_"]},
+            "packages": {"type": "list", "elements": "str", "default": ["cuda-toolkit-13-0", "libnccl2"]},
+        },
+        supports_check_mode=True,
+    )
+    p = module.params
+    _, shown, _ = module.run_command(
+        ["systemctl", "show", rank.UNIT, "-p", ",".join(rank.UNIT_PROPERTIES)], check_rc=True
+    )
+    unit = rank.parse_properties(shown)
+    # An empty ControlGroup would name the root of all cgroups.
+    pids = (
+        rank.process_ids(Path("/sys/fs/cgroup") / unit["ControlGroup"].lstrip("/")) if unit.get("ControlGroup") else []
+    )
+    processes = [found for found in (rank.read_process(pid, p["prefixes"]) for pid in pids) if found]
+    log: list[str] = []
+    if unit.get("InvocationID"):
+        query = ["journalctl", "-q", "--no-pager", "-o", "cat", f"_SYSTEMD_INVOCATION_ID={unit['InvocationID']}"]
+        log = module.run_command([*query, "--grep", r"\[issue27-hotfix\]"])[1].splitlines()
+    # dpkg-query exits 1 when a package is unknown and still shows the others.
+    listed = module.run_command(["dpkg-query", "-W", "-f", "${Package} ${Version}\n", *p["packages"]])[1]
+    module.exit_json(
+        changed=False,
+        unit=unit,
+        processes=processes,
+        packages=dict(line.split() for line in listed.splitlines() if len(line.split()) == 2),
+        system=rank.read_system(),
+        vllm=rank.read_vllm_version(Path(p["root"])),
+        scheduler=rank.find_cap(log),
+        digests=rank.read_digests(Path(p["root"]), Path(p["model"])),
+    )
+
+
+if __name__ == "__main__":
+    main()

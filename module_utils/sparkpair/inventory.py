@@ -1,0 +1,168 @@
+"""What an inventory must say before a node is touched: names, types, ranges, and rules that span hosts.
+
+The single source of names, types and choices is each role's `meta/argument_specs.yml`; this module adds the
+unknown-name check and the rules that a spec cannot express.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ansible.module_utils.common.arg_spec import ArgumentSpecValidator
+from ansible.module_utils.sparkpair.plan import PlanError, check_mtu, rail_plan
+
+# A QSFP cage is two PCIe functions, so two rails (public hardware reports; see docs/architecture.md).
+RAILS_PER_CAGE = 2
+PORT_RANGE = (1024, 65535)
+# What the serve role derives itself; a second value on one rank would wedge the pair.
+OWNED_OPTIONS = {
+    "api-key": "serve_api_key",
+    "config": "serve_engine_args",
+    "distributed-executor-backend": "nothing: two nodes need mp",
+    "headless": "nothing: every rank but the head is headless",
+    "host": "serve_bind",
+    "master-addr": "fabric_subnet",
+    "master-port": "serve_master_port",
+    "model": "model_name and model_source or model_repo",
+    "nnodes": "the hosts of the group sparks",
+    "node-rank": "the order of the hosts",
+    "port": "serve_port",
+    "served-model-name": "model_name",
+    "tensor-parallel-size": "serve_tensor_parallel_size",
+}
+OWNED_VARIABLES = {
+    "DSPARK_ISSUE43_SCHED_DIAG": "serve_sched_diag",
+    "DSPARK_MAX_INFLIGHT_PREFILLS": "serve_max_inflight_prefills",
+    "GLOO_SOCKET_IFNAME": "the fabric stage",
+    "NCCL_SOCKET_IFNAME": "the fabric stage",
+    "VLLM_API_KEY": "serve_api_key",
+    "VLLM_HOST_IP": "the fabric stage",
+}
+MEND = "edit the inventory (group_vars/sparks.yml) and run the playbook again"
+
+Specs = Mapping[str, Mapping[str, Mapping[str, Any]]]
+Settings = Mapping[str, Any]
+
+
+def check(
+    host: str, hosts: Sequence[str], settings: Settings, specs: Specs, addresses: Sequence[str]
+) -> tuple[list[str], dict[str, Any]]:
+    """Every fault of one host's settings, as sentences, and all values with the defaults of the specs filled in.
+
+    `hosts` is the group in rank order, `settings` maps variable names (those that begin with a role's name) to
+    templated values, `specs` maps a role to its options (the `options` of an argument spec), `addresses` are the
+    management addresses or names of all hosts.
+    """
+    faults = _unknown_names(settings, specs)
+    values: dict[str, Any] = {}
+    for role, options in specs.items():
+        given = {name: value for name, value in settings.items() if name in options}
+        # Required variables are the role's own business: it fails with the same spec when it starts.
+        lenient = {
+            name: {key: value for key, value in option.items() if key not in ("required", "description")}
+            for name, option in options.items()
+        }
+        result = ArgumentSpecValidator(lenient).validate(given)
+        faults += [f"role {role}: {message}" for message in result.error_messages]
+        values.update(result.validated_parameters)
+    if not faults:
+        faults = [
+            *_cluster_rules(hosts, values),
+            *_fabric_rules(values, len(hosts), addresses),
+            *_engine_rules(values),
+            *_api_rules(values),
+        ]
+    return [f"{host}: {fault}; {MEND}" for fault in faults], values
+
+
+def owner(name: str, roles: Sequence[str]) -> str | None:
+    """The role whose prefix a variable carries: the longest role name that fits, or None."""
+    fits = [role for role in roles if name.startswith(f"{role}_")]
+    return max(fits, key=len) if fits else None
+
+
+def _unknown_names(settings: Settings, specs: Specs) -> list[str]:
+    known = [name for options in specs.values() for name in options]
+    faults = []
+    for name in sorted(settings):
+        if name not in known and owner(name, list(specs)):
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "no variable has a name like it"
+            faults.append(f"found the unknown variable {name}, expected one that a role declares: {hint}")
+    return faults
+
+
+def _cluster_rules(hosts: Sequence[str], values: Settings) -> list[str]:
+    faults = []
+    ranks = int(values["serve_tensor_parallel_size"])
+    if len(hosts) < 2:
+        faults.append(f"found {len(hosts)} host in the group sparks, expected at least 2: one line for each Spark")
+    elif len(hosts) != ranks:
+        faults.append(
+            f"found {len(hosts)} hosts in the group sparks with serve_tensor_parallel_size={ranks}, "
+            f"expected as many hosts as ranks (each Spark has one GPU)"
+        )
+    for name in ("serve_port", "serve_master_port"):
+        low, high = PORT_RANGE
+        if not low <= int(values[name]) <= high:
+            faults.append(f"found {name}={values[name]}, expected a port from {low} to {high}")
+    if values["serve_port"] == values["serve_master_port"]:
+        faults.append(f"found serve_port and serve_master_port both {values['serve_port']}, expected two ports")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(values.get("model_name", ""))):
+        faults.append(
+            f"found model_name={values.get('model_name')!r}, expected letters, digits, dot, dash or underscore"
+        )
+    return faults
+
+
+def _fabric_rules(values: Settings, nodes: int, addresses: Sequence[str]) -> list[str]:
+    faults = []
+    for rule in (
+        lambda: check_mtu(values["fabric_mtu"]),
+        lambda: rail_plan(
+            str(values["fabric_subnet"]), RAILS_PER_CAGE, nodes, {f"management address {a}": a for a in addresses}
+        ),
+    ):
+        try:
+            rule()
+        except PlanError as error:
+            faults.append(str(error))
+    return faults
+
+
+def _engine_rules(values: Settings) -> list[str]:
+    faults = []
+    for name in values["serve_engine_args"]:
+        plain = str(name).lstrip("-").replace("_", "-")
+        if plain != name or not re.fullmatch(r"[a-z][a-z0-9-]*", plain):
+            faults.append(
+                f"found the option {name!r} in serve_engine_args, expected the long name without dashes: {plain}"
+            )
+        elif plain in OWNED_OPTIONS:
+            faults.append(f"found {name} in serve_engine_args, expected it to be set by {OWNED_OPTIONS[plain]}")
+    for name, value in values["serve_environment"].items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(name)):
+            faults.append(
+                f"found the variable name {name!r} in serve_environment, expected letters, digits and underscore"
+            )
+        elif str(value) == "" or not str(value).isprintable():
+            # An empty NCCL variable hides the value of its configuration file.
+            faults.append(f"found {name}={value!r} in serve_environment, expected one line of text that is not empty")
+        elif str(name) in OWNED_VARIABLES:
+            faults.append(f"found {name} in serve_environment, expected it to be set by {OWNED_VARIABLES[str(name)]}")
+    return faults
+
+
+def _api_rules(values: Settings) -> list[str]:
+    bind, key = str(values["serve_bind"]), values.get("serve_api_key")
+    try:
+        local = ipaddress.ip_address(bind).is_loopback
+    except ValueError:
+        return [f"found serve_bind={bind!r}, expected an IP address (127.0.0.1 keeps the API on the head)"]
+    if not local and not key:
+        return [f"found serve_bind={bind} without serve_api_key, expected a key (from vault) for an open API"]
+    return []

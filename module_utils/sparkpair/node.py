@@ -1,0 +1,157 @@
+"""What a node is, and whether two of them can serve together. Reads only."""
+
+from __future__ import annotations
+
+import os
+import platform
+import pwd
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+GIB = 1 << 30
+# vLLM publishes wheels for glibc 2.35 and newer; a Spark has 2.39, the lab's Debian 12 has 2.36.
+MINIMUM_PYTHON = (3, 11)
+# Nodes that differ by more confuse logs and TLS; a controller under load adds a second or two to the reading.
+CLOCK_TOLERANCE_S = 30.0
+
+
+def parse_keys(text: str) -> dict[str, str]:
+    """`KEY=value` and `KEY="value"` lines (os-release, dgx-release); the last of a repeated key wins."""
+    pairs = (line.split("=", 1) for line in text.splitlines() if "=" in line and not line.startswith("#"))
+    return {key.strip(): value.strip().strip("\"'") for key, value in pairs}
+
+
+def parse_meminfo(text: str) -> dict[str, int]:
+    """/proc/meminfo as bytes by name; lines without a number are left out."""
+    found = {}
+    for line in text.splitlines():
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if words and words[0].isdigit():
+            found[name] = int(words[0]) * (1024 if words[1:] == ["kB"] else 1)
+    return found
+
+
+def read_text(path: Path) -> str:
+    """The file's text, or an empty string when it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def free_bytes(path: str) -> int:
+    """Free bytes of the file system that holds `path` or will hold it (nearest existing parent)."""
+    folder = Path(path)
+    while not folder.exists():
+        folder = folder.parent
+    return shutil.disk_usage(folder).free
+
+
+def uid_of(name: str) -> int | None:
+    """Numeric id of a user, or None when there is no such user."""
+    try:
+        return pwd.getpwnam(name).pw_uid
+    except KeyError:
+        return None
+
+
+def read_node(paths: Sequence[str], users: Sequence[str]) -> dict[str, Any]:
+    """Everything that `node_info` documents, but the login's uid."""
+    release = parse_keys(read_text(Path("/etc/os-release")))
+    dgx = parse_keys(read_text(Path("/etc/dgx-release")))
+    memory = parse_meminfo(read_text(Path("/proc/meminfo")))
+    return {
+        "os": f"{release.get('ID', 'unknown')} {release.get('VERSION_ID', '')}".strip(),
+        # The factory build never changes; the last OTA line is what runs (public reports).
+        "release": dgx.get("DGX_OTA_VERSION", dgx.get("DGX_SWBUILD_VERSION", "")),
+        "arch": platform.machine(),
+        "kernel": os.uname().release,
+        "python": platform.python_version(),
+        "systemd": Path("/run/systemd/system").is_dir(),
+        "memory_total": memory.get("MemTotal", 0),
+        "memory_available": memory.get("MemAvailable", 0),
+        "disk_free": {path: free_bytes(path) for path in paths},
+        "epoch": time.time(),
+        "users": {name: uid_of(name) for name in users},
+    }
+
+
+def check_node(name: str, node: Mapping[str, Any], limits: Mapping[str, Any], now: float) -> list[str]:
+    """Why one node cannot take part, as sentences.
+
+    `limits`: memory_gib, disk_gib (path to GiB), service_user, service_uid. `now`: the controller's epoch in seconds.
+    """
+    faults = []
+    python = tuple(int(part) for part in str(node["python"]).split(".")[:2])
+    if python < MINIMUM_PYTHON:
+        faults.append(f"{name}: found Python {node['python']}, expected 3.11 or newer: sudo apt-get install python3")
+    if not node["systemd"]:
+        faults.append(f"{name}: found no systemd as init, expected DGX OS or another systemd system")
+    memory = node["memory_total"] / GIB
+    if memory < float(limits["memory_gib"]):
+        faults.append(
+            f"{name}: found {memory:.1f} GiB of memory, expected at least {limits['memory_gib']} GiB "
+            f"(preflight_memory_gib): free -g"
+        )
+    for path, needed in limits["disk_gib"].items():
+        free = node["disk_free"][path] / GIB
+        if free < float(needed):
+            faults.append(
+                f"{name}: found {free:.1f} GiB free for {path}, expected at least {needed} GiB "
+                f"(preflight_disk_gib): df -h"
+            )
+    skew = float(node["epoch"]) - now
+    if abs(skew) > CLOCK_TOLERANCE_S:
+        faults.append(
+            f"{name}: found its clock {skew:+.0f} s from the controller's, expected within "
+            f"{CLOCK_TOLERANCE_S:.0f} s: sudo timedatectl set-ntp true"
+        )
+    user, uid = limits["service_user"], limits["service_uid"]
+    if node["users"].get(user) not in (None, uid):
+        faults.append(
+            f"{name}: found user {user} with uid {node['users'][user]}, expected {uid} on all nodes: "
+            f"sudo usermod -u {uid} {user}, or set serve_uid"
+        )
+    return faults
+
+
+def check_parity(nodes: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What must be the same on all nodes and is not; the first node is the measure."""
+    faults: list[str] = []
+    first, *rest = nodes
+    for name in rest:
+        for key, mend in (
+            ("os", "upgrade the older node"),
+            ("release", "run the same DGX OS update on both"),
+            ("arch", "use nodes of one kind"),
+            ("python", "upgrade the older node"),
+            ("uid", "use a login with one numeric id on all nodes"),
+        ):
+            if nodes[name][key] != nodes[first][key]:
+                faults.append(
+                    f"{name}: found {key} {nodes[name][key]}, expected {nodes[first][key]} as on {first}: {mend}"
+                )
+    return faults
+
+
+def explain_failure(name: str, result: Mapping[str, Any]) -> list[str]:
+    """Why a node could not be read at all, as a sentence with what to try; empty when it was read."""
+    message = " ".join(str(result.get("msg", "")).split())
+    if result.get("unreachable"):
+        return [
+            f"{name}: found no SSH connection ({message}), expected one: ssh {name}, then mend ansible_host or the key"
+        ]
+    if not result.get("failed"):
+        return []
+    if "sudo" in message.lower() or "become" in message.lower() or "password" in message.lower():
+        return [
+            f"{name}: found no root rights ({message}), expected sudo to work: run with --ask-become-pass (-K) "
+            f"and the password of the login user, or set ansible_become_password from a vault"
+        ]
+    return [
+        f"{name}: found that it cannot be read ({message}), expected Python 3.11 or newer at ansible_python_interpreter"
+    ]

@@ -1,0 +1,112 @@
+"""What runs on a node: the rank's unit, its processes and their environment, and the digests it serves. Reads only."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.sparkpair.node import read_node
+
+UNIT = "sparkpair-rank.service"
+UNIT_PROPERTIES = (
+    "LoadState",
+    "ActiveState",
+    "SubState",
+    "UnitFileState",
+    "MainPID",
+    "NRestarts",
+    "ControlGroup",
+    "InvocationID",
+)
+# Logged once by the patched scheduler when it is built (patches/); the only proof from inside the engine.
+CAP_LINE = re.compile(r"\[issue27-hotfix\] in-flight prefill cap=(?P<cap>\d+)(?: policy=(?P<policy>\w+))?")
+SCHEDULER = "vllm/v1/core/sched"
+
+
+def parse_properties(text: str) -> dict[str, str]:
+    """Output of `systemctl show -p …`: name to value."""
+    return {key: value for key, _, value in (line.partition("=") for line in text.splitlines()) if key}
+
+
+def process_ids(cgroup: Path) -> list[int]:
+    """Ids of all processes in a cgroup and the cgroups below it; empty when it is gone."""
+    found: list[int] = []
+    for file in sorted(cgroup.rglob("cgroup.procs")) if cgroup.is_dir() else []:
+        try:
+            found += [int(line) for line in file.read_text().split()]
+        except OSError:
+            continue  # the cgroup went away while it was read
+    return found
+
+
+def read_process(pid: int, prefixes: Sequence[str], proc: Path = Path("/proc")) -> dict[str, Any] | None:
+    """A process: pid, name (argv joined, 60 characters), and its variables that begin with one of `prefixes`.
+
+    None when it is gone. Needs root for processes of other users.
+    """
+    try:
+        argv = (proc / str(pid) / "cmdline").read_bytes().split(b"\0")
+        environment = (proc / str(pid) / "environ").read_bytes().split(b"\0")
+    except OSError:
+        return None
+    pairs = (entry.decode(errors="replace").partition("=") for entry in environment if entry)
+    name = " ".join(part.decode(errors="replace") for part in argv if part)
+    return {"pid": pid, "name": name[:60], "env": {k: v for k, _, v in pairs if k.startswith(tuple(prefixes))}}
+
+
+def find_cap(log: Iterable[str]) -> dict[str, Any] | None:
+    """Cap and policy of the last scheduler that the log shows, or None."""
+    found = [match for match in map(CAP_LINE.search, log) if match]
+    return {"cap": int(found[-1]["cap"]), "policy": found[-1]["policy"] or "strict"} if found else None
+
+
+def digest_files(files: Iterable[Path]) -> str:
+    """First 12 hexadecimal digits of the sha256 over names and contents; empty when there is no file."""
+    total, any_file = hashlib.sha256(), False
+    for file in sorted(files):
+        total.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
+        any_file = True
+    return total.hexdigest()[:12] if any_file else ""
+
+
+def link_target(link: Path, levels: int) -> str:
+    """The last `levels` parts of where a symlink points, or an empty string when there is none."""
+    return "/".join(link.resolve().parts[-levels:]) if link.is_symlink() and link.exists() else ""
+
+
+def read_digests(root: Path, model: Path) -> dict[str, str]:
+    """What would be served from this node's disk.
+
+    env: digest of the environment; scheduler: digest of vLLM's scheduler folder, patched or not; model: name/revision.
+    """
+    schedulers = sorted((root / "current" / "lib").glob(f"python3.*/site-packages/{SCHEDULER}"))
+    return {
+        "env": link_target(root / "current", 1),
+        "scheduler": digest_files(schedulers[0].glob("*.py")) if schedulers else "",
+        "model": link_target(model, 2),
+    }
+
+
+def read_vllm_version(root: Path) -> str:
+    """Version of the vLLM in the current environment, from its metadata's folder name; empty when there is none."""
+    found = sorted((root / "current" / "lib").glob("python3.*/site-packages/vllm-*.dist-info"))
+    return found[0].name.removeprefix("vllm-").removesuffix(".dist-info") if found else ""
+
+
+def read_system() -> str:
+    """Operating system, DGX OS release where there is one, and kernel."""
+    node = read_node([], [])
+    return " ".join(part for part in (node["os"], node["release"], node["kernel"]) if part)
+
+
+def expected_differences(want: Mapping[str, str], processes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How the environment of running processes differs from what was asked, one sentence for each difference."""
+    return [
+        f"pid {process['pid']} ({process['name']}) has {name}={process['env'].get(name, '<unset>')}, expected {value}"
+        for process in processes
+        for name, value in want.items()
+        if process["env"].get(name) != value
+    ]

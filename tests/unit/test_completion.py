@@ -1,0 +1,98 @@
+"""A streamed completion, against a real HTTP server on loopback that answers as vLLM was seen to."""
+
+from __future__ import annotations
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+from ansible.module_utils.sparkpair.completion import ProbeError, ask, status_without_key
+
+
+def chunk(text, finish=None):
+    return "data: " + json.dumps({"choices": [{"delta": {"content": text}, "finish_reason": finish}]})
+
+
+@pytest.fixture
+def api():
+    """A loopback API: set `.lines`, `.status` and `.key` before asking."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            server.asked.append((self.headers.get("Authorization"), asked))
+            self.send_response(server.status)
+            self.end_headers()
+            self.wfile.write("".join(f"{line}\n\n" for line in server.lines).encode())
+
+        def do_GET(self):
+            wrong = server.key and self.headers.get("Authorization") != f"Bearer {server.key}"
+            self.send_response(401 if wrong else 200)
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    server.lines, server.status, server.key, server.asked = [], 200, "", []
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def probe(api, key=""):
+    return ask("127.0.0.1", api.server_port, "tiny", "hi", 4, key, 5.0)
+
+
+def test_a_stream_is_read_to_its_end(api):
+    api.lines = [": comment", chunk(""), chunk("he"), chunk("llo", "length"), "data: [DONE]"]
+    done = probe(api, "secret")
+    assert (done.text, done.chunks, done.finish) == ("hello", 2, "length")
+    assert 0 < done.first_token_s <= done.total_s
+    authorization, asked = api.asked[0]
+    assert authorization == "Bearer secret" and asked["stream"] is True and asked["model"] == "tiny"
+
+
+def test_an_error_chunk_fails_though_the_status_is_200(api):
+    api.lines = [chunk("he"), 'data: {"error": {"message": "EngineCore encountered an issue"}}', "data: [DONE]"]
+    with pytest.raises(ProbeError, match="EngineCore"):
+        probe(api)
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ([chunk("he")], "without \\[DONE\\]"),
+        ([], "without \\[DONE\\]"),
+        (["data: [DONE]"], "without any text"),
+        (["data: {broken", "data: [DONE]"], "no event"),
+        (["data: 7", "data: [DONE]"], "no event"),
+    ],
+)
+def test_a_stream_that_is_no_answer_fails(api, lines, words):
+    api.lines = lines
+    with pytest.raises(ProbeError, match=words):
+        probe(api)
+
+
+def test_a_refusal_shows_its_status(api):
+    api.status, api.lines = 404, ['{"error": "no such model"}']
+    with pytest.raises(ProbeError, match="HTTP 404.*no such model"):
+        probe(api)
+
+
+def test_nothing_that_listens_fails(api):
+    port = api.server_port
+    api.shutdown()
+    api.server_close()
+    with pytest.raises(ProbeError, match="no answer"):
+        ask("127.0.0.1", port, "tiny", "hi", 4, "", 1.0)
+
+
+@pytest.mark.parametrize(("key", "status"), [("", 200), ("secret", 401)])
+def test_the_status_without_a_key_is_told(api, key, status):
+    api.key = key
+    assert status_without_key("127.0.0.1", api.server_port, 5.0) == status

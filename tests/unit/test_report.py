@@ -1,0 +1,83 @@
+"""The table of the pair and its verdict."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+from ansible.module_utils.sparkpair.report import faults_of, table
+
+WANT = {"DSPARK_MAX_INFLIGHT_PREFILLS": "2"}
+
+
+def node(rank):
+    return {
+        "fabric": {"cage": "p0", "rails": [{"netdev": "enp1s0f0np0", "addresses": ["192.168.176.1/24"], "mtu": 9000}]},
+        "rank_info": {
+            "unit": {"LoadState": "loaded", "ActiveState": "active", "SubState": "running", "UnitFileState": "enabled",
+                     "NRestarts": "0"},
+            "processes": [{"pid": 7, "name": "vllm", "env": dict(WANT)}],
+            "scheduler": {"cap": 2, "policy": "strict"} if rank == 0 else None,
+            "system": "ubuntu 24.04 7.5.0 6.17", "packages": {"libnccl2": "2.28.9-1"}, "vllm": "0.33.0",
+            "digests": {"env": "abc", "scheduler": "def", "model": "tiny/lab"},
+        },
+        "hotfix": {"status": "patched(current)", "digest": "0123456789abcdef"},
+        "completion": {"completion": {"chunks": 8, "first_token_s": 0.12}} if rank == 0 else {},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def pair():
+    return {"spark-a": node(0), "spark-b": node(1)}
+
+
+def test_a_serving_pair_is_proven(pair):
+    faults = faults_of(pair, WANT, patched=True)
+    assert faults == []
+    shown = table(pair, faults)
+    assert shown.startswith("sparkpair: serving, proven") and "8 chunks streamed" in shown and "spark-b (rank 1)" in shown
+
+
+def change(pair, name, path, value):
+    changed = copy.deepcopy(pair)
+    *folders, last = path.split("/")
+    target = changed[name]
+    for folder in folders:
+        target = target[folder]
+    target[last] = value
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value", "words"),
+    [
+        ("spark-b", "rank_info/unit/ActiveState", "failed", "rank failed"),
+        ("spark-b", "rank_info/processes", [], "no process"),
+        ("spark-b", "rank_info/processes", [{"pid": 9, "name": "w", "env": {}}], "pid 9"),
+        ("spark-b", "rank_info/digests/model", "tiny/other", "model"),
+        ("spark-b", "rank_info/vllm", "0.32.0", "vllm_env"),
+        ("spark-b", "rank_info", {"unreachable": True}, "unreachable"),
+        ("spark-b", "hotfix/status", "original", "scheduler original"),
+        ("spark-a", "rank_info/scheduler", None, "cap none"),
+        ("spark-a", "rank_info/scheduler/cap", 1, "cap 1"),
+        ("spark-a", "completion", {"failed": True, "msg": "no answer within 5 s"}, "no answer"),
+    ],
+)
+def test_what_is_not_proven_is_named(pair, name, path, value, words):
+    faults = faults_of(change(pair, name, path, value), WANT, patched=True)
+    assert any(words in fault and fault.startswith(f"{name}: ") for fault in faults), faults
+
+
+def test_drift_is_marked_in_the_table(pair):
+    drifted = change(pair, "spark-b", "rank_info/packages", {"libnccl2": "2.30.4-1"})
+    assert "gpu ≠" in table(drifted, faults_of(drifted, WANT, patched=True))
+
+
+def test_an_unpatched_pair_is_fine_when_the_hotfix_is_not_asked_for(pair):
+    stock = change(change(pair, "spark-a", "hotfix/status", "original"), "spark-b", "hotfix/status", "original")
+    assert faults_of(change(stock, "spark-a", "rank_info/scheduler", None), WANT, patched=False) == []
+
+
+def test_nodes_that_could_not_be_read_still_make_a_table():
+    shown = table({"spark-a": {}, "spark-b": {"rank_info": {"unreachable": True}}}, ["spark-b: unreachable"])
+    assert "NOT PROVEN" in shown and "unreachable" in shown and "not read" in shown
