@@ -244,7 +244,10 @@ def converge(config: Config, run: Run, check: bool, seconds: float = SETTLE_SECO
             apply_netplan(run)
             settle(config, run, seconds)
         except (FabricError, OSError) as error:
-            revert(config, run)
+            try:
+                revert(config, run)
+            except FabricError as again:
+                raise FabricError(f"{error}; files and addresses are as before, but {again}") from error
             raise FabricError(f"{error}; the previous network is back") from error
     return Outcome(changes, config.inside(config.journal).is_file())
 
@@ -255,7 +258,10 @@ def confirm(config: Config) -> None:
 
 
 def revert(config: Config, run: Run) -> bool:
-    """Restore what the journal holds; False when there is none. Raises FabricError when netplan fails."""
+    """Restore what the journal holds; False when there is none.
+
+    Raises FabricError when netplan fails, after files, settings and addresses are restored nevertheless.
+    """
     journal = config.inside(config.journal)
     if not journal.is_file():
         return False
@@ -266,7 +272,11 @@ def revert(config: Config, run: Run) -> bool:
         else:
             config.inside(path).unlink(missing_ok=True)
     set_kernel(config, {Path(path): value for path, value in state["settings"].items() if value})
-    apply_netplan(run)
+    failure = None
+    try:
+        apply_netplan(run)
+    except FabricError as error:
+        failure = error
     live = read_live(run)
     for netdev, (mtu, addresses) in state["live"].items():
         now_mtu, now_addresses = live.get(netdev, (mtu, tuple(addresses)))
@@ -278,4 +288,6 @@ def revert(config: Config, run: Run) -> bool:
         if now_mtu != mtu:
             run(["ip", "link", "set", "dev", netdev, "mtu", str(mtu)])
     journal.unlink()
+    if failure:
+        raise failure
     return True

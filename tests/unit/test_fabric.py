@@ -40,9 +40,7 @@ def node(tmp_path):
             {
                 "ifname": port.netdev,
                 "flags": [] if port.carrier is None else ["UP"],
-                "addr_info": [
-                    {"family": "inet", "local": address, "prefixlen": 24} for address in port.addresses
-                ],
+                "addr_info": [{"family": "inet", "local": address, "prefixlen": 24} for address in port.addresses],
             }
             for port in ports
         ]
@@ -115,8 +113,7 @@ def test_different_cages_on_the_two_nodes_give_each_its_own_names(tmp_path):  # 
 def test_two_pcie_lanes_are_a_firmware_problem(node):  # S7
     fabric = node(change(spark_ports(0), enP2p1s0f0np0={"link_width": "2"}))
     assert fabric.problems == (
-        "enP2p1s0f0np0 has 2 PCIe lanes instead of 4: "
-        "update the firmware (fwupdmgr update) and restart the node",
+        "enP2p1s0f0np0 has 2 PCIe lanes instead of 4: update the firmware (fwupdmgr update) and restart the node",
     )
 
 
@@ -133,9 +130,7 @@ def test_mtu_is_read_per_rail(node):  # S9: that the ends agree is for the ping 
 
 
 def test_cable_but_no_link(node):
-    with pytest.raises(
-        FabricError, match=r"cage p0 .* has no link: seat the QSFP cable.*cage p1 .* has no link"
-    ):
+    with pytest.raises(FabricError, match=r"cage p0 .* has no link: seat the QSFP cable.*cage p1 .* has no link"):
         node(spark_ports(0, cabled="none"))
 
 
@@ -154,9 +149,7 @@ def test_a_twin_that_is_missing(node):
 def test_both_cages_cabled_names_both(node):
     up = {"carrier": "1", "speed": "200000"}
     ports = change(spark_ports(0), enp1s0f1np1=up, enP2p1s0f1np1=up)
-    with pytest.raises(
-        FabricError, match=r"p0 \(enp1s0f0np0 .* and p1 \(enp1s0f1np1 .* set fabric_cage to p0 or p1"
-    ):
+    with pytest.raises(FabricError, match=r"p0 \(enp1s0f0np0 .* and p1 \(enp1s0f1np1 .* set fabric_cage to p0 or p1"):
         node(ports)
     assert node(ports, cage="p1").rails[0].netdev == "enp1s0f1np1"
 
@@ -195,9 +188,7 @@ def test_the_default_route_is_never_taken(node, cage):
 
 def test_the_default_route_decides_between_two_cabled_cages(node):
     up = {"carrier": "1", "speed": "200000"}
-    ports = change(
-        spark_ports(0), enp1s0f0np0={"addresses": ("172.16.0.2",)}, enp1s0f1np1=up, enP2p1s0f1np1=up
-    )
+    ports = change(spark_ports(0), enp1s0f0np0={"addresses": ("172.16.0.2",)}, enp1s0f1np1=up, enP2p1s0f1np1=up)
     assert node(ports, routes=[{"dst": "default", "dev": "enp1s0f0np0"}]).cage == "p1"
 
 
