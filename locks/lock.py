@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Make a hash lock: ``lock.py PROFILE VERSION [--find-links DIR]`` writes ``locks/VERSION-PROFILE.txt``.
 
-A profile is one target platform; ``PROFILE.in`` beside this file holds its requirements and constraints.
+A profile is one target platform; ``PROFILE.in`` beside this file holds its constraints, or its whole list.
 ``uv`` resolves them for that platform from wheels alone, so neither the hardware nor its Python is needed.
 Of each distribution only the wheels that fit the platform are written, and no address of an index.
 """
@@ -54,21 +54,21 @@ PROFILES = {
 def resolve(profile: Profile, requirements: Path, version: str | None, find_links: Path | None, output: Path) -> None:
     """Run ``uv pip compile`` for the profile's platform; ``output`` becomes a pylock.toml.
 
-    ``version`` pins vLLM on top of the requirements; without it nothing is resolved, they are the whole list.
+    With a ``version`` that vLLM is resolved and ``requirements`` are constraints; without, they are the whole list.
 
     Raises:
         subprocess.CalledProcessError: no solution; uv's explanation is on stderr.
     """
     pin = output.with_name("version.txt")
-    pin.write_text(f"vllm=={version}\n" if version else "", encoding="ascii")
+    pin.write_text(f"vllm=={version}\n", encoding="ascii")
     platform = f"{profile.machine}-manylinux_{profile.glibc[0]}_{profile.glibc[1]}"
     command = [
         os.environ.get("UV", "uv"), "pip", "compile", "--no-config", "--quiet", "--no-header",
         "--generate-hashes", "--format", "pylock.toml", "--only-binary", ":all:",
         "--python-platform", platform,
-        "--python-version", profile.python, "--output-file", str(output), str(requirements), str(pin),
+        "--python-version", profile.python, "--output-file", str(output),
     ]  # fmt: skip
-    command += [] if version else ["--no-deps"]
+    command += [str(pin), "--constraint", str(requirements)] if version else [str(requirements), "--no-deps"]
     command += ["--find-links", str(find_links)] if find_links else []
     subprocess.run(command, check=True)
 
