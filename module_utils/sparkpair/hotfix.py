@@ -1,0 +1,46 @@
+"""The scheduler hotfix as an Ansible module sees it: `patches/` (linked in beside this file) does the work."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.sparkpair import hotfix_patcher as patcher
+from ansible.module_utils.sparkpair import hotfix_runtime
+
+COMMAND = "ansible-playbook playbooks/vllm_env.yml"
+
+
+def runtime_text() -> str:
+    """Source of the runtime module, also when Ansible carried this package to the node in a zip file."""
+    return inspect.getsource(hotfix_runtime)
+
+
+def converge(venv: str | None, site_packages: str | None, state: str, check_mode: bool) -> dict[str, Any]:
+    """Bring one environment to ``state`` (present or absent) and return the module's result, ``diff`` included.
+
+    In check mode an environment that an earlier stage has yet to build is predicted, not refused. Raises HotfixError.
+    """
+    where = site_packages or venv or ""
+    try:
+        site = Path(site_packages) if site_packages else patcher.find_site_packages(Path(where))
+        installation = patcher.Installation(site, runtime_text())
+    except patcher.NoVllm as error:
+        if not check_mode:
+            raise patcher.NoVllm(f"{error}. Build it first: {COMMAND}") from error
+        note = f"{where}: no vLLM there yet"
+        return {"changed": state == "present", "status": patcher.ABSENT, "detail": note, "digest": "",
+                "vllm_version": "", "site_packages": site_packages or "", "diff": []}  # fmt: skip
+    act = installation.apply if state == "present" else installation.revert
+    try:
+        change = act(dry_run=check_mode)
+    except patcher.Refused as refusal:
+        if refusal.status != patcher.NOT_NEEDED:
+            raise
+        change = patcher.Change(False, installation.report())  # vLLM enforces a cap itself: step aside
+    diff = [
+        {"before_header": path, "after_header": path, "before": before or "", "after": after or ""}
+        for path, before, after in change.files
+    ]
+    return {"changed": change.changed, **change.report.as_dict(), "diff": diff}

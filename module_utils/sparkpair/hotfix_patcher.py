@@ -1,0 +1,1 @@
+../../patches/patcher.py

@@ -1,0 +1,1 @@
+../../patches/dspark_prefill.py

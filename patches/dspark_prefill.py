@@ -1,0 +1,294 @@
+"""Admission gate for partial prefills, called from hooks inside vLLM's v1 scheduler.
+
+The patcher (``patcher.py``) installs this file beside ``vllm/v1/core/sched/scheduler.py`` and adds a few lines there
+that call :func:`attach` at construction and the methods of the gate during ``schedule()``. Standard library only, no
+import from vLLM: everything is read from the objects that the hooks hand over, through attributes that exist in every
+release from 0.11 on.
+
+A *partial prefill* is a request in ``running`` that still has prompt (or, after a preemption, old output) to compute.
+The count that matters is the one at the moment of the decision, so it is taken from ``running`` after the running
+loop, and requests admitted since are added as they appear at its end (``running`` only grows in the waiting loop).
+
+Environment, read once in :func:`attach`:
+
+``DSPARK_MAX_INFLIGHT_PREFILLS``  1 to 3. Blank, zero or negative: the release's ``max_num_partial_prefills`` where it
+    has that field, else 1. Anything but an ASCII integer: one warning, then the same. Above 3: 3.
+``DSPARK_PREFILL_POLICY``         ``strict`` (default): at the cap no further prompt is admitted in this step.
+``DSPARK_ISSUE43_SCHED_DIAG``     1: one line ``[issue43-step N] {json}`` per step that scheduled anything.
+``DSPARK_PREFILL_HOTFIX_OFF``     1: the hooks do nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+REVISION = 1
+"""Counts up with every change of the hooks or of this file's behaviour; shown by the log line and the status."""
+
+HARD_CAP = 3
+"""More partial prefills than this at once recreate the starvation that the cap is there to prevent."""
+
+ADMIT, SKIP, STOP = 0, 1, 2
+"""Verdicts of the gate: go on with this request; leave it queued and look at the next; end the waiting loop."""
+
+MAX_WARNINGS = 16
+
+logger = logging.getLogger(__name__)
+
+
+class Request(Protocol):
+    """The attributes of vLLM's ``Request`` that the gate reads. All counts are in tokens."""
+
+    request_id: str
+    num_prompt_tokens: int
+    num_computed_tokens: int
+    status: Any
+
+    @property
+    def num_tokens(self) -> int: ...
+
+
+class Settings:
+    """What the environment asked for, after parsing. ``warnings`` holds one line for each value that was not used."""
+
+    __slots__ = ("cap", "diag", "off", "policy", "warnings")
+
+    def __init__(self, environ: Mapping[str, str], configured: object = None) -> None:
+        """``configured`` is the release's own ``max_num_partial_prefills``, or None where it has no such field."""
+        self.warnings: list[str] = []
+        self.off = _flag(environ.get("DSPARK_PREFILL_HOTFIX_OFF", ""))
+        self.diag = _flag(environ.get("DSPARK_ISSUE43_SCHED_DIAG", ""))
+        self.cap = self._cap(environ.get("DSPARK_MAX_INFLIGHT_PREFILLS", ""), configured)
+        self.policy = environ.get("DSPARK_PREFILL_POLICY", "").strip().lower() or "strict"
+        if self.policy not in GATES:
+            self.warnings.append(
+                f"DSPARK_PREFILL_POLICY={self.policy!r} is none of {', '.join(sorted(GATES))}; using strict"
+            )
+            self.policy = "strict"
+
+    def _cap(self, raw: str, configured: object) -> int:
+        fallback = configured if isinstance(configured, int) and configured >= 1 else 1
+        value = parse_int(raw)
+        if value is None and raw.strip():
+            self.warnings.append(
+                f"DSPARK_MAX_INFLIGHT_PREFILLS={raw!r} is not an integer; using {min(fallback, HARD_CAP)}"
+            )
+        return min(value if value is not None and value > 0 else fallback, HARD_CAP)
+
+
+def parse_int(raw: str) -> int | None:
+    """Read an optionally signed ASCII integer; None for blank and for anything else (``int()`` also takes ``1_0``)."""
+    text = raw.strip()
+    return int(text) if re.fullmatch(r"[+-]?[0-9]+", text) else None
+
+
+def _flag(raw: str) -> bool:
+    return raw.strip().lower() not in ("", "0", "false", "no", "off")
+
+
+def remaining_tokens(request: Request) -> int:
+    """Tokens of ``request`` that no step has been scheduled for yet, apart from the one a decode step computes.
+
+    A request with output has its newest token still to compute, and that is a decode, not a prefill; this holds too
+    for one that was preempted and replays its output. Output placeholders of asynchronous scheduling count as computed
+    but not as tokens, so the result can be negative. Draft tokens are not in ``num_tokens``.
+    """
+    total = request.num_tokens
+    return total - request.num_computed_tokens - (1 if total > request.num_prompt_tokens else 0)
+
+
+def holds_work(request: Request) -> bool:
+    """Whether a waiting request must not be queued behind the cap.
+
+    True for a live stream that was preempted, and for one whose blocks are allocated already (a finished transfer of
+    its KV cache, a streaming session): while it waits nobody else can have those blocks.
+    """
+    return request.num_computed_tokens > 0 or getattr(request.status, "name", "") == "PREEMPTED"
+
+
+class Gate:
+    """Does nothing: ``DSPARK_PREFILL_HOTFIX_OFF=1``. The policies override what they need.
+
+    ``clipped`` holds the ids of running requests whose chunk the policy wants to see (:meth:`clip`).
+    """
+
+    clipped: frozenset[str] | set[str] | dict[str, int] = frozenset()
+
+    def __init__(self, scheduler: Any, settings: Settings) -> None:
+        self.scheduler = scheduler
+        self.settings = settings
+
+    def begin(self) -> Gate:
+        """At the start of ``schedule()``."""
+        return self
+
+    def clip(self, request: Request, tokens: int, budget: int) -> int:
+        """Chunk (tokens) for a running request in ``clipped``, of the ``budget`` that is left."""
+        return tokens
+
+    def before_lookup(self, request: Request, scheduled: Mapping[str, int]) -> int:
+        """Verdict on a waiting request before its cached prefix is looked up; ``scheduled`` is tokens by request."""
+        return ADMIT
+
+    def chunk(self, request: Request, computed: int, tokens: int) -> int:
+        """Chunk (tokens, at least 1) for a waiting request of which ``computed`` tokens are cached."""
+        return tokens
+
+    def after_lookup(
+        self, request: Request, computed: int, tokens: int, scheduled: Mapping[str, int], loading: bool
+    ) -> int:
+        """Verdict on a waiting request that would compute ``tokens``; ``loading``: its KV is fetched, not computed."""
+        return ADMIT
+
+    def end(self, scheduled: Mapping[str, int]) -> None:
+        """Before ``schedule()`` returns."""
+
+
+class StrictGate(Gate):
+    """At the cap, admit no further prompt in this step; a prefill holds its slot through the step of its last chunk.
+
+    Never held: requests that hold work (:func:`holds_work`), and any request when the step before scheduled nothing and
+    this one has not either, so that an engine whose partial prefills cannot move is not idle for ever.
+    """
+
+    def __init__(self, scheduler: Any, settings: Settings) -> None:
+        super().__init__(scheduler, settings)
+        self.step = 0
+        self.idle_steps = 0
+        self.warnings = 0
+        self.partial: set[str] = set()
+        self.seen = -1  # entries of `running` counted so far in this step; -1: none yet
+        self.exempt = -1  # waiting requests that must still be looked at in this step; -1: not counted yet
+        self.held: list[str] = []
+        self.escapes: list[str] = []
+        self.demand: dict[str, int] = {}  # position in `running` of every request due a decode token; filled for DIAG
+        self.skip_run: dict[str, int] = {}
+
+    def begin(self) -> Gate:
+        self.step += 1
+        self.seen = self.exempt = -1
+        if self.held:
+            self.held = []
+        if self.escapes:
+            self.escapes = []
+        if self.settings.diag:
+            self.demand = {r.request_id: i for i, r in enumerate(self.scheduler.running) if self._wants_decode(r)}
+        return self
+
+    def before_lookup(self, request: Request, scheduled: Mapping[str, int]) -> int:
+        if self._count(scheduled) < self.settings.cap:
+            return ADMIT
+        if holds_work(request):
+            self.exempt -= 1
+            return self._escape(request)
+        if self.idle_steps and not scheduled:
+            return self._escape(request)
+        if self.exempt < 0:
+            self.exempt = sum(map(self._exempt, self._waiting()))
+        self.held.append(request.request_id)
+        return SKIP if self.exempt > 0 else STOP
+
+    def end(self, scheduled: Mapping[str, int]) -> None:
+        self.idle_steps = 0 if scheduled else self.idle_steps + 1
+        if self.held and hasattr(self.scheduler, "prefill_capacity_bound"):
+            # Held requests are a backlog: without this, releases that pace prefills would pace them on top of the cap.
+            self.scheduler.prefill_capacity_bound = True
+        if self.settings.diag and scheduled:
+            self._report(scheduled)
+
+    def _count(self, scheduled: Mapping[str, int]) -> int:
+        """Partial prefills in ``running`` now. Costs O(running) at the first call in a step, then O(admitted since)."""
+        running = self.scheduler.running
+        if self.seen < 0:
+            self.partial = {r.request_id for r in running if remaining_tokens(r) > 0}
+            self.seen = len(running)
+            self._check_tracked()
+        while self.seen < len(running):
+            request = running[self.seen]
+            if remaining_tokens(request) > scheduled.get(request.request_id, 0):
+                self.partial.add(request.request_id)
+            self.seen += 1
+        return len(self.partial)
+
+    def _escape(self, request: Request) -> int:
+        self.escapes.append(request.request_id)
+        return ADMIT
+
+    def _waiting(self) -> Iterable[Request]:
+        """Every waiting request, in no particular order; the queues differ by release."""
+        for name in ("kv_holding_waiting", "skipped_waiting", "waiting"):
+            queue = getattr(self.scheduler, name, None) or ()
+            for entry in getattr(queue, "_heap", queue):  # iterating a priority queue would copy and sort it
+                yield entry[-1] if isinstance(entry, tuple) else entry
+
+    def _exempt(self, request: Request) -> bool:
+        if getattr(request.status, "name", "") == "WAITING_FOR_REMOTE_KVS":
+            return request.request_id in getattr(self.scheduler, "finished_recving_kv_req_ids", ())
+        return holds_work(request)
+
+    def _check_tracked(self) -> None:
+        """Warn, a few times, where vLLM's own set of prefills in flight misses one."""
+        tracked = getattr(self.scheduler, "_inflight_prefills", None)
+        if tracked is None or not self.partial or self.warnings >= MAX_WARNINGS:
+            return
+        missed = self.partial.difference(r.request_id for r in tracked)
+        if missed:
+            self.warnings += 1
+            logger.warning("[issue27-hotfix] partial prefills that vLLM does not track: %s", ", ".join(sorted(missed)))
+
+    def _wants_decode(self, request: Any) -> bool:
+        """Whether ``request`` is due a token in this step: past its prefill, not at its end, not paced."""
+        placeholders = getattr(request, "num_output_placeholders", 0)
+        end = request.num_prompt_tokens + request.max_tokens
+        return (
+            remaining_tokens(request) <= 0
+            and request.num_tokens_with_spec + placeholders > request.num_computed_tokens
+            and request.num_computed_tokens + 1 < self.scheduler.max_model_len
+            and not (placeholders and request.num_computed_tokens + 2 - placeholders >= end)
+            and getattr(self.scheduler, "current_step", 0) + 1 >= getattr(request, "next_decode_eligible_step", 0)
+            and getattr(getattr(self.scheduler, "_pause_state", None), "name", "") != "PAUSED_ALL"
+        )
+
+    def _report(self, scheduled: Mapping[str, int]) -> None:
+        running = {r.request_id for r in self.scheduler.running}
+        skips = {r: at for r, at in self.demand.items() if r in running and r not in scheduled}
+        self.skip_run = {r: self.skip_run.get(r, 0) + 1 for r in skips}
+        tracked = getattr(self.scheduler, "_inflight_prefills", None)
+        decode = {r: n for r, n in scheduled.items() if r in self.demand}
+        record = {
+            "live": len(self.demand),
+            "running": len(running),
+            "partial": len(self.partial) if self.seen >= 0 else None,
+            "tracked": None if tracked is None else len(tracked),
+            "cap": self.settings.cap,
+            "prefill": {r: n for r, n in scheduled.items() if r not in decode},
+            "decode": decode,
+            "held": self.held,
+            "exempt": self.escapes,
+            "decode_skips": {r: {"position": at, "run": self.skip_run[r]} for r, at in skips.items()},
+        }
+        logger.info("[issue43-step %d] %s", self.step, json.dumps(record, separators=(",", ":")))
+
+
+GATES: dict[str, type[Gate]] = {"strict": StrictGate}
+
+
+def attach(scheduler: Any) -> Gate:
+    """Build the gate for ``scheduler`` (at the end of its construction), say so in the log, and return it."""
+    settings = Settings(os.environ, getattr(scheduler.scheduler_config, "max_num_partial_prefills", None))
+    scheduler._dspark_max_inflight_prefills = settings.cap
+    for line in settings.warnings:
+        logger.warning("[issue27-hotfix] %s", line)
+    if settings.off:
+        logger.warning("[issue27-hotfix] off: DSPARK_PREFILL_HOTFIX_OFF is set")
+        return Gate(scheduler, settings)
+    logger.info(
+        "[issue27-hotfix] in-flight prefill cap=%d policy=%s diag=%d revision=%d",
+        settings.cap, settings.policy, settings.diag, REVISION,
+    )  # fmt: skip
+    return GATES[settings.policy](scheduler, settings)

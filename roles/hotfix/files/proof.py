@@ -1,0 +1,1 @@
+../../../patches/proof.py
