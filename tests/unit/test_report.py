@@ -21,7 +21,7 @@ def node(rank):
             "system": "ubuntu 24.04 7.5.0 6.17", "packages": {"libnccl2": "2.28.9-1"}, "vllm": "0.33.0",
             "digests": {"env": "abc", "scheduler": "def", "model": "tiny/lab"},
         },
-        "hotfix": {"status": "patched(current)", "digest": "0123456789abcdef"},
+        "hotfix": {"status": "patched", "digest": "0123456789abcdef"},
         "completion": {"completion": {"chunks": 8, "first_token_s": 0.12}} if rank == 0 else {},
     }  # fmt: skip
 
