@@ -1,0 +1,1 @@
+"""Two simulated DGX Sparks on one Linux machine: builds, boots, resets and removes them."""
