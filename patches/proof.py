@@ -15,6 +15,7 @@ import argparse
 import inspect
 import json
 import os
+import random
 import sys
 import tempfile
 import time
@@ -207,10 +208,12 @@ def drive(
     *,
     asynchronous: bool = False,
     max_steps: int = 50_000,
+    seed: int = 0,
     answer: Callable[[Any, Mapping[str, list[int]], int], Any] | None = None,
 ) -> Seen:
     """Run ``arrivals`` (step, request) to the end, with two steps in flight when ``asynchronous``.
 
+    Where the scheduler takes draft tokens (synchronous only), ``seed`` says how many of each step's are accepted.
     ``answer(scheduled, sampled, step)`` may build the model's answer, to add what a KV connector would report.
     """
     arrivals = sorted(arrivals, key=lambda a: a[0])
@@ -218,7 +221,7 @@ def drive(
     requests = {r.request_id: r for _, r in arrivals}
     answer = answer or (lambda scheduled, sampled, _step: rig.output(scheduled, sampled))
     flight: deque[tuple[Any, dict[str, list[int]]]] = deque()
-    seen, still = Seen(), 0
+    seen, still, accept = Seen(), 0, random.Random(seed)
     while (waiting or scheduler.has_unfinished_requests()) and seen.steps < max_steps and still < 200:
         while waiting and waiting[0][0] <= seen.steps:
             scheduler.add_request(waiting.popleft()[1])
@@ -232,13 +235,24 @@ def drive(
         seen.partial = max(seen.partial, partial_prefills(scheduler))
         if any(name in scheduled for name in due):
             seen.mixed_prefill = max(seen.mixed_prefill, sum(n for r, n in scheduled.items() if r not in due))
-        sampled = {r: [11] for r in scheduled if requests[r].num_computed_tokens >= requests[r].num_tokens}
+        drafts = out.scheduled_spec_decode_tokens
+        sampled = {
+            name: [11] * (1 + accept.randint(0, len(drafts.get(name, ()))))
+            for name in scheduled
+            if requests[name].num_computed_tokens >= requests[name].num_tokens
+        }
         for name in sampled:
             seen.first_token.setdefault(name, seen.steps)
         flight.append((out, sampled))
         while len(flight) > (1 if asynchronous and scheduled else 0):
             done, tokens = flight.popleft()
             scheduler.update_from_output(done, answer(done, tokens, seen.steps))
+            if scheduler.num_spec_tokens and not asynchronous:
+                for r in (requests[name] for name in tokens):
+                    if not r.is_finished():
+                        r.spec_token_ids = [5] * min(
+                            scheduler.num_spec_tokens, scheduler.max_model_len - r.num_tokens - 2
+                        )
         still = 0 if scheduled or waiting else still + 1
     seen.unfinished = sorted(name for name, r in requests.items() if not r.is_finished())
     return seen

@@ -1,0 +1,255 @@
+"""The settings parser and the admission gate, on requests of our own."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import re
+import sys
+import types
+from types import SimpleNamespace
+
+import pytest
+from ansible.module_utils.sparkpair import hotfix_patcher as patcher
+from ansible.module_utils.sparkpair import hotfix_runtime as runtime
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.hotfix_fixture import RUNTIME, TOY
+
+CAP = "DSPARK_MAX_INFLIGHT_PREFILLS"
+
+
+@pytest.fixture(autouse=True)
+def _no_settings(monkeypatch):
+    for name in (CAP, "DSPARK_PREFILL_POLICY", "DSPARK_ISSUE43_SCHED_DIAG", "DSPARK_PREFILL_HOTFIX_OFF"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("raw", "configured", "cap", "warned"),
+    [
+        ("1", None, 1, False),
+        (" 2 ", None, 2, False),
+        ("+3", None, 3, False),
+        ("4", None, 3, False),
+        ("99999999999999999999", None, 3, False),
+        ("", None, 1, False),
+        ("   ", 2, 2, False),
+        ("0", 2, 2, False),
+        ("-1", None, 1, False),
+        ("", 7, 3, False),
+        ("", 0, 1, False),
+        ("two", None, 1, True),
+        ("2.0", 2, 2, True),
+        ("1x", None, 1, True),
+        ("1_0", None, 1, True),
+        ("٣", None, 1, True),
+        ("0x2", 9, 3, True),
+    ],
+)
+def test_cap(raw, configured, cap, warned):
+    settings = runtime.Settings({CAP: raw}, configured)
+    assert settings.cap == cap
+    assert len(settings.warnings) == warned
+    assert all(CAP in line for line in settings.warnings)
+
+
+@given(st.text(), st.one_of(st.none(), st.integers(), st.text()))
+def test_cap_is_always_1_to_3(raw, configured):
+    assert runtime.Settings({CAP: raw}, configured).cap in (1, 2, 3)
+
+
+@pytest.mark.parametrize(("raw", "on"), [("", 0), ("0", 0), ("False", 0), ("no", 0), ("OFF", 0), ("1", 1), ("yes", 1)])
+def test_flags(raw, on):
+    settings = runtime.Settings({"DSPARK_ISSUE43_SCHED_DIAG": raw, "DSPARK_PREFILL_HOTFIX_OFF": raw})
+    assert (settings.diag, settings.off) == (on, on)
+
+
+def test_unknown_policy_is_strict_with_a_warning():
+    settings = runtime.Settings({"DSPARK_PREFILL_POLICY": "fast"})
+    assert settings.policy == "strict"
+    assert "DSPARK_PREFILL_POLICY" in settings.warnings[0]
+
+
+def request(name, total, computed=0, *, prompt=None, status="WAITING", max_tokens=10):
+    return SimpleNamespace(
+        request_id=name,
+        num_tokens=total,
+        num_tokens_with_spec=total,
+        num_prompt_tokens=total if prompt is None else prompt,
+        num_computed_tokens=computed,
+        max_tokens=max_tokens,
+        lora_request=None,
+        status=SimpleNamespace(name=status),
+    )
+
+
+@pytest.mark.parametrize(
+    ("what", "req", "partial"),
+    [
+        ("a prompt not begun", request("a", 100), True),
+        ("the last prompt token is left", request("a", 100, 99), True),
+        ("the prompt is done, the first token not back yet", request("a", 100, 100), False),
+        ("a decoder that was not scheduled yet", request("a", 101, 100, prompt=100), False),
+        ("asynchronous: placeholders count as computed", request("a", 101, 103, prompt=100), False),
+        ("resumed, replays its prompt", request("a", 150, 20, prompt=100), True),
+        ("resumed, prompt done, replays thousands of outputs", request("a", 5000, 200, prompt=100), True),
+        ("resumed, one output token left, a decode", request("a", 5000, 4999, prompt=100), False),
+        ("rewound by a failed load", request("a", 140, 64, prompt=100), True),
+    ],
+)
+def test_counting_rule(what, req, partial):
+    assert (runtime.remaining_tokens(req) > 0) is partial, what
+
+
+def gate(running=(), waiting=(), *, cap=1, **attributes):
+    scheduler = SimpleNamespace(running=list(running), waiting=list(waiting), max_model_len=10_000, **attributes)
+    return runtime.StrictGate(scheduler, runtime.Settings({CAP: str(cap)})).begin()
+
+
+def test_holds_and_ends_the_loop_at_the_cap():
+    assert gate([request("a", 100, 50)]).before_lookup(request("b", 10), {"a": 10}) == runtime.STOP
+    assert gate([request("a", 100, 50)], cap=2).before_lookup(request("b", 10), {"a": 10}) == runtime.ADMIT
+
+
+def test_a_prefill_holds_its_slot_through_its_last_chunk():
+    assert gate([request("a", 100, 90)]).before_lookup(request("b", 10), {"a": 10}) == runtime.STOP
+
+
+def test_counts_those_admitted_in_this_step_if_they_stay_partial():
+    g = gate()
+    assert g.before_lookup(request("b", 10), {}) == runtime.ADMIT
+    g.scheduler.running.append(request("b", 10))
+    assert g.before_lookup(request("c", 500), {"b": 10}) == runtime.ADMIT
+    g.scheduler.running.append(request("c", 500))
+    assert g.before_lookup(request("d", 10), {"b": 10, "c": 90}) == runtime.STOP
+
+
+def test_loads_in_flight_do_not_count():
+    loading = request("l", 100, 99, status="WAITING_FOR_REMOTE_KVS")
+    g = gate(waiting=[loading], _inflight_prefills=[loading])
+    assert g.before_lookup(request("b", 10), {}) == runtime.ADMIT
+
+
+@pytest.mark.parametrize("req", [request("p", 100, status="PREEMPTED"), request("k", 100, 99)])
+def test_never_holds_who_holds_work(req):
+    assert gate([request("a", 100, 50)]).before_lookup(req, {"a": 10}) == runtime.ADMIT
+
+
+@pytest.mark.parametrize(
+    "later",
+    [request("p", 100, status="PREEMPTED"), request("k", 100, 99), request("l", 9, 8, status="WAITING_FOR_REMOTE_KVS")],
+)
+def test_looks_past_a_held_prompt_for_who_must_not_wait(later):
+    first = request("b", 10)
+    g = gate([request("a", 100, 50)], [first, later], finished_recving_kv_req_ids={"l"})
+    assert g.before_lookup(first, {"a": 10}) == runtime.SKIP
+    later.status.name = "PREEMPTED"  # what the scheduler makes of a finished load on its way here
+    assert g.before_lookup(later, {"a": 10}) == runtime.ADMIT
+    assert g.before_lookup(request("c", 10), {"a": 10}) == runtime.STOP
+
+
+def test_an_engine_that_cannot_move_admits_one():
+    g = gate([request("a", 100, 50)])
+    assert g.before_lookup(request("b", 10), {}) == runtime.STOP, "one empty step is no proof"
+    g.end({})
+    assert g.begin().before_lookup(request("b", 10), {}) == runtime.ADMIT
+
+
+def test_a_backlog_is_reported_as_capacity():
+    g = gate([request("a", 100, 50)], prefill_capacity_bound=False)
+    g.before_lookup(request("b", 10), {"a": 10})
+    g.end({"a": 10})
+    assert g.scheduler.prefill_capacity_bound is True
+
+
+def test_warns_at_most_16_times_of_what_vllm_does_not_track(caplog):
+    with caplog.at_level(logging.WARNING):
+        g = gate([request("a", 100, 50)], _inflight_prefills=set())
+        for _ in range(40):
+            g.begin().before_lookup(request("b", 10), {"a": 10})
+    assert len(caplog.records) == runtime.MAX_WARNINGS
+    assert "a" in caplog.records[0].message
+
+
+def load_toy(monkeypatch):
+    """The toy scheduler with the hooks, as a module beside the runtime."""
+    for name in ("toy", "toy.sched"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    spec = importlib.util.spec_from_loader("toy.sched.dspark_prefill", loader=None)
+    module = importlib.util.module_from_spec(spec)
+    exec(compile(RUNTIME, "dspark_prefill.py", "exec"), module.__dict__)
+    monkeypatch.setitem(sys.modules, "toy.sched.dspark_prefill", module)
+    toy = types.ModuleType("toy.sched.scheduler")
+    toy.__package__ = "toy.sched"
+    exec(compile(patcher.patch(TOY.encode(), 1), "scheduler.py", "exec"), toy.__dict__)
+    return toy.Scheduler
+
+
+def run(scheduler, steps):
+    partial = []
+    for _ in range(steps):
+        out = scheduler.schedule()
+        partial.append(sum(runtime.remaining_tokens(r) > 0 for r in scheduler.running))
+        for r in [r for r in scheduler.running if r.num_computed_tokens >= r.num_tokens]:
+            if r.num_tokens - r.num_prompt_tokens >= r.max_tokens:
+                scheduler.running.remove(r)
+            else:
+                r.num_tokens += 1
+                r.num_tokens_with_spec += 1
+        assert out or not scheduler.running
+    return partial
+
+
+def toy(cls, *, configured=None):
+    config = SimpleNamespace() if configured is None else SimpleNamespace(max_num_partial_prefills=configured)
+    scheduler = cls(config, budget=100, threshold=20)
+    scheduler.waiting.extend(request(f"r{i}", 90) for i in range(6))
+    return scheduler
+
+
+@pytest.mark.parametrize(("cap", "seen"), [("1", 1), ("2", 2), ("3", 3), ("", 2), ("off", 5)])
+def test_the_hooks_keep_the_cap(monkeypatch, cap, seen):
+    if cap == "off":
+        monkeypatch.setenv("DSPARK_PREFILL_HOTFIX_OFF", "1")
+    monkeypatch.setenv(CAP, "1" if cap == "off" else cap)
+    scheduler = toy(load_toy(monkeypatch), configured=2)
+    partial = run(scheduler, 120)
+    assert max(partial) == seen
+    assert not scheduler.running and not scheduler.waiting
+
+
+def test_attach_logs_once_and_sets_the_attribute(monkeypatch, caplog):
+    monkeypatch.setenv(CAP, "2")
+    monkeypatch.setenv("DSPARK_ISSUE43_SCHED_DIAG", "1")
+    with caplog.at_level(logging.INFO):
+        scheduler = toy(load_toy(monkeypatch))
+    assert scheduler._dspark_max_inflight_prefills == 2
+    assert [r.message for r in caplog.records] == [
+        f"[issue27-hotfix] in-flight prefill cap=2 policy=strict diag=1 revision={runtime.REVISION}"
+    ]
+
+
+def test_the_environment_is_read_only_at_construction(monkeypatch):
+    monkeypatch.setenv(CAP, "2")
+    scheduler = toy(load_toy(monkeypatch))
+    monkeypatch.setenv(CAP, "3")
+    assert max(run(scheduler, 60)) == 2
+
+
+def test_diag_lines_parse_and_show_a_skipped_decode(monkeypatch, caplog):
+    monkeypatch.setenv("DSPARK_ISSUE43_SCHED_DIAG", "1")
+    cls = load_toy(monkeypatch)
+    scheduler = cls(SimpleNamespace(), budget=10)
+    scheduler.running = [request("long", 1000, 10), request("lane", 101, 100, prompt=100)]
+    with caplog.at_level(logging.INFO):
+        scheduler.schedule()
+        scheduler.schedule()
+    lines = [re.fullmatch(r"\[issue43-step (\d+)\] (\{.*\})", r.message) for r in caplog.records]
+    records = {int(m[1]): json.loads(m[2]) for m in lines if m}
+    assert list(records) == [1, 2]
+    assert records[1]["prefill"] == {"long": 10}
+    assert records[1]["live"] == 1
+    assert records[2]["decode_skips"] == {"lane": {"position": 1, "run": 2}}
