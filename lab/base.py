@@ -25,7 +25,7 @@ PACKAGES = (
 USER = "spark"
 """Account that Ansible logs in with; it may use sudo, with its password."""
 
-REVISION = 1
+REVISION = 2
 """Count this up after changing `_finish`."""
 
 
@@ -59,9 +59,9 @@ def build(cache: Path) -> Path:
 
 
 def _debootstrap(tree: Path, log: Path) -> None:
-    """Run debootstrap in a mount namespace of its own, so that nothing it mounts can outlive it."""
+    """Run debootstrap so that it dies with this process, in namespaces that take its mounts and children along."""
     command = [
-        "unshare", "--mount", "--propagation", "private",
+        "setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--mount-proc", "--fork", "--kill-child",
         "debootstrap", "--variant=minbase", f"--include={','.join(PACKAGES)}", SUITE, str(tree),
     ]  # fmt: skip
     if mirror := os.environ.get("LAB_DEBIAN_MIRROR"):
@@ -93,4 +93,4 @@ def _finish(tree: Path) -> None:
         (tree / used).mkdir()
     for key in (tree / "etc/ssh").glob("ssh_host_*"):
         key.unlink()
-    host.run(["chroot", str(tree), "useradd", "--create-home", "--shell", "/bin/bash", "--groups", "sudo", USER])
+    host.run(["chroot", str(tree), "useradd", "--create-home", "--shell", "/bin/bash", "--groups", "adm,sudo", USER])

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from lab import host, leftovers, lifecycle
 from lab.settings import LabError, Settings, read_settings
@@ -86,7 +87,7 @@ def dispatch(options: argparse.Namespace, settings: Settings) -> int:
     if verb == "supervise":
         lifecycle.supervise(settings, settings.node(options.node))
         return 0
-    with lifecycle.lock(settings, verb):
+    with host.lock(Path(f"/run/{settings.ident}.lock"), verb):
         if verb == "build":
             lifecycle.build(settings)
             host.step(f"all parts are in {settings.cache}")

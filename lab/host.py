@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
-from lab.settings import LabError
+from lab.settings import ROOT, LabError
 
 TOOLS: Mapping[str, str] = {
     "systemd-nspawn": "systemd-container",
@@ -20,6 +22,7 @@ TOOLS: Mapping[str, str] = {
     "ssh-keygen": "openssh-client",
     "ip": "iproute2",
     "nsenter": "util-linux",
+    "setpriv": "util-linux",
     "unshare": "util-linux",
     "/usr/share/keyrings/debian-archive-keyring.gpg": "debian-archive-keyring",
 }
@@ -48,6 +51,28 @@ def run(command: Sequence[str], *, stdin: str | None = None) -> str:
 def attempt(command: Sequence[str]) -> bool:
     """Whether `command` succeeded; its output is dropped."""
     return subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL).returncode == 0
+
+
+@contextmanager
+def lock(path: Path, verb: str) -> Iterator[None]:
+    """Let one command at a time in; the others wait and say for whom. The file is gone afterwards."""
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            step(f"waiting for {os.pread(handle, 1000, 0).decode(errors='replace') or 'another command'}")
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:
+            break
+        os.close(handle)  # its holder deleted it meanwhile
+    os.truncate(handle, 0)
+    os.pwrite(handle, f"`lab.py {verb}` of {ROOT} (process {os.getpid()})".encode(), 0)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(handle)
 
 
 def missing_packages(tools: Mapping[str, str] = TOOLS) -> list[str]:

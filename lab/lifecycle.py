@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -10,9 +9,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -53,29 +52,6 @@ def read_record(settings: Settings) -> Record | None:
         return None
 
 
-@contextmanager
-def lock(settings: Settings, verb: str) -> Iterator[None]:
-    """Let one changing command at a time work on the lab; the others wait and say for whom."""
-    path = Path(f"/run/{settings.ident}.lock")
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            host.step(f"waiting for {os.pread(handle, 1000, 0).decode(errors='replace') or 'another command'}")
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        if path.exists() and os.fstat(handle).st_ino == path.stat().st_ino:
-            break
-        os.close(handle)
-    os.truncate(handle, 0)
-    os.pwrite(handle, f"`lab.py {verb}` of {ROOT} (process {os.getpid()})".encode(), 0)
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(handle)
-
-
 def is_running(settings: Settings, node: Node) -> bool:
     """Whether the node is on."""
     return supervisor.node_group(settings, node).child("boot").populated()
@@ -107,7 +83,8 @@ def refuse_foreign(settings: Settings) -> None:
 def build(settings: Settings) -> Record:
     """Build the cached parts that are missing, and return what a lab made of them would be."""
     host.require_tools()
-    with Group(settings.ident).child("build").visited():
+    settings.cache.mkdir(parents=True, exist_ok=True)
+    with host.lock(settings.cache / "build.lock", "build"), Group(settings.ident).child("build").visited():
         lower = base.build(settings.cache)
         recipe = hashlib.sha256(Path(tiny_model.__file__).read_bytes()).hexdigest()[:12]
         model = settings.cache / f"model-{recipe}"

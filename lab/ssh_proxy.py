@@ -37,7 +37,7 @@ def main(namespace: str, address: str, port: str) -> int:
         print("lab: only root can reach the lab's nodes", file=sys.stderr)
         return 1
     try:
-        connection = socket.create_connection((address, int(port)), timeout=10)
+        connection = socket.create_connection((address, int(port)), timeout=5)
     except OSError as error:
         print(f"lab: {address} port {port}: {error.strerror or error}", file=sys.stderr)
         return 1
