@@ -69,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def dispatch(options: argparse.Namespace, settings: Settings) -> int:
     """Call the verb's function; raises LabError."""
     verb: str = options.verb
+    if verb in ("ssh", "kill", "start"):
+        settings = lifecycle.as_running(settings)
     if verb == "status":
         return 0 if lifecycle.status(settings) else 1
     if verb == "leftovers":
@@ -78,12 +80,12 @@ def dispatch(options: argparse.Namespace, settings: Settings) -> int:
     if verb == "ssh":
         node = settings.node(options.node)
         lifecycle.require_own(settings)
-        return replace(["ssh", "-F", str(settings.state / "ssh_config"), node.name, *options.command])
+        return become(["ssh", "-F", str(settings.state / "ssh_config"), node.name, *options.command])
     if verb == "run":
         lifecycle.require_own(settings)
         if not options.command:
             raise LabError("`lab.py run` needs a command")
-        return replace(["nsenter", f"--net=/run/netns/{settings.lab_namespace}", *options.command])
+        return become(["nsenter", f"--net=/run/netns/{settings.lab_namespace}", *options.command])
     if verb == "supervise":
         lifecycle.supervise(settings, settings.node(options.node))
         return 0
@@ -104,7 +106,7 @@ def dispatch(options: argparse.Namespace, settings: Settings) -> int:
     return 0
 
 
-def replace(command: Sequence[str]) -> int:
+def become(command: Sequence[str]) -> int:
     """Become `command`; raises LabError if it does not exist."""
     sys.stdout.flush()
     try:

@@ -7,12 +7,11 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from lab import apt_repository, base, disk, host, leftovers, network, supervisor, tiny_model, wheelhouse
@@ -73,10 +72,10 @@ def refuse_foreign(settings: Settings) -> None:
         return
     if any(is_running(settings, Node(index)) for index in range(record.count)):
         raise LabError(
-            f"a lab named '{settings.ident}' is running from {record.checkout} (its files: {record.state}).\n"
-            f"Remove that one first: {sys.executable} {record.checkout}/lab/lab.py down"
-            + (f" (with LAB_DIR={record.state})" if Path(record.state) != Path(record.checkout) / ".lab" else "")
-            + "\nor give this one another name: LAB_ID=..."
+            f"a lab named '{settings.ident}' is running from {record.checkout}, with its files in {record.state}. "
+            "Remove that one first:\n"
+            f"  LAB_ID={settings.ident} LAB_DIR={record.state} python3 {record.checkout}/lab/lab.py down\n"
+            "or give this one a name of its own: LAB_ID=..."
         )
 
 
@@ -214,6 +213,12 @@ def supervise(settings: Settings, node: Node) -> None:
     supervisor.supervise(settings, node, Path(record.lower), record.binds(node))
 
 
+def as_running(settings: Settings) -> Settings:
+    """`settings` with the number of nodes that the running lab has, whatever LAB_NODES says now."""
+    record = read_record(settings)
+    return replace(settings, count=record.count) if record else settings
+
+
 def status(settings: Settings) -> bool:
     """Print one line for each node; whether all of them run."""
     record = read_record(settings)
@@ -221,7 +226,7 @@ def status(settings: Settings) -> bool:
         print("the lab is down")
         return False
     print(f"lab '{settings.ident}' of {record.checkout}, files in {record.state}")
-    where = Settings(settings.ident, record.count, Path(record.state), settings.cache)
+    where = replace(as_running(settings), state=Path(record.state))
     states = {node: node_state(where, node) for node in where.nodes}
     for node, state in states.items():
         print(f"{node.name}  {node.address}  {state}")

@@ -95,6 +95,16 @@ class Settings:
         raise LabError(f"there is no node '{name}'; the nodes are: {', '.join(node.name for node in self.nodes)}")
 
 
+def environment(settings: Settings) -> dict[str, str]:
+    """The environment variables from which `read_settings` makes `settings`."""
+    return {
+        "LAB_ID": settings.ident,
+        "LAB_NODES": str(settings.count),
+        "LAB_DIR": str(settings.state),
+        "LAB_CACHE_DIR": str(settings.cache),
+    }
+
+
 def read_settings(environment: Mapping[str, str] = os.environ, root: Path = ROOT) -> Settings:
     """Settings from LAB_ID, LAB_NODES, LAB_DIR and LAB_CACHE_DIR; raises LabError for a value that cannot be."""
     ident = environment.get("LAB_ID") or DEFAULT_ID

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from lab import network
 from lab.cgroups import Group
-from lab.settings import ROOT, Node, Settings
+from lab.settings import ROOT, Node, Settings, environment
 
 REBOOT = 133
 """Exit status of systemd-nspawn when the system inside asked for a reboot."""
@@ -59,7 +59,7 @@ def supervise(settings: Settings, node: Node, lower: Path, binds: Sequence[tuple
         boot.remove()
         boot.create()
         network.plug_in(settings, node)
-        environment = {
+        variables = {
             "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
             "LANG": "C.UTF-8",
             "LAB_LOWER": str(lower),
@@ -71,7 +71,7 @@ def supervise(settings: Settings, node: Node, lower: Path, binds: Sequence[tuple
         shell = ["unshare", "--mount", "--propagation", "private", "sh", "-ec", BOOT, "boot"]
         print(f"--- {time.strftime('%H:%M:%S')} boot of {node.name}", flush=True)
         done = subprocess.run(
-            [*shell, *nspawn_arguments(settings, node, binds)], env=environment, preexec_fn=boot.enter, check=False
+            [*shell, *nspawn_arguments(settings, node, binds)], env=variables, preexec_fn=boot.enter, check=False
         )
         print(f"--- {time.strftime('%H:%M:%S')} {node.name} ended with status {done.returncode}", flush=True)
         if done.returncode != REBOOT:
@@ -95,5 +95,5 @@ def spawn(settings: Settings, node: Node) -> None:
         subprocess.Popen(
             [sys.executable, str(ROOT / "lab/lab.py"), "supervise", node.name],
             stdin=subprocess.DEVNULL, stdout=console, stderr=console, cwd="/", start_new_session=True,
-            env={**os.environ, "LAB_DIR": str(settings.state), "LAB_CACHE_DIR": str(settings.cache)},
+            env={**os.environ, **environment(settings)},
         )  # fmt: skip
