@@ -63,7 +63,7 @@ def main() -> None:
         report = {"serving": not faults, "faults": faults, "nodes": nodes}
         Path(p["dest"]).write_text(json.dumps(report, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if faults and p["strict"]:
-        module.fail_json(msg=shown, table=shown, faults=faults)
+        module.fail_json(msg=shown)
     module.exit_json(changed=False, table=shown, faults=faults)
 
 

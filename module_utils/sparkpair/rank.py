@@ -45,16 +45,19 @@ def process_ids(cgroup: Path) -> list[int]:
 def read_process(pid: int, prefixes: Sequence[str], proc: Path = Path("/proc")) -> dict[str, Any] | None:
     """A process: pid, name (argv joined, 60 characters), and its variables that begin with one of `prefixes`.
 
-    None when it is gone. Needs root for processes of other users.
+    `env` is None when the process wrote over its environment, as vLLM's children do when they rename themselves
+    (measured on 0.32): systemd gives every process of a unit an INVOCATION_ID. None when the process is gone.
+    Needs root for processes of other users.
     """
     try:
         argv = (proc / str(pid) / "cmdline").read_bytes().split(b"\0")
         environment = (proc / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
         return None
-    pairs = (entry.decode(errors="replace").partition("=") for entry in environment if entry)
+    pairs = [entry.decode(errors="replace").partition("=") for entry in environment if entry]
     name = " ".join(part.decode(errors="replace") for part in argv if part)
-    return {"pid": pid, "name": name[:60], "env": {k: v for k, _, v in pairs if k.startswith(tuple(prefixes))}}
+    found = {key: value for key, _, value in pairs if key.startswith(tuple(prefixes))}
+    return {"pid": pid, "name": name[:60], "env": found if "INVOCATION_ID" in (key for key, _, _ in pairs) else None}
 
 
 def find_cap(log: Iterable[str]) -> dict[str, Any] | None:
@@ -105,8 +108,8 @@ def read_system() -> str:
 def expected_differences(want: Mapping[str, str], processes: Sequence[Mapping[str, Any]]) -> list[str]:
     """How the environment of running processes differs from what was asked, one sentence for each difference."""
     return [
-        f"pid {process['pid']} ({process['name']}) has {name}={process['env'].get(name, '<unset>')}, expected {value}"
+        f"found {name}={process['env'].get(name, '<unset>')} in process {process['pid']}, expected {value}"
         for process in processes
         for name, value in want.items()
-        if process["env"].get(name) != value
+        if process["env"] is not None and process["env"].get(name) != value
     ]

@@ -9,7 +9,8 @@ from ansible.module_utils.sparkpair.rank import expected_differences
 
 Node = Mapping[str, Any]
 DRIFT = "≠"
-WIDTH = 56
+WIDTH = 64
+"""Longest cell of the table in characters; what is longer stands in full among the faults."""
 RESTART = "ansible-playbook site.yml, or journalctl -u sparkpair-rank on the node"
 
 
@@ -32,8 +33,9 @@ def _or_error(key: str, show: Callable[[Mapping[str, Any]], str]) -> Callable[[N
 
 
 def _fabric(part: Mapping[str, Any]) -> str:
-    rails = [f"{r['netdev']} {', '.join(r['addresses']) or 'no address'} mtu {r['mtu']}" for r in part["rails"]]
-    return f"{part['cage']}: " + "; ".join(rails)
+    rails = [f"{', '.join(rail['addresses']) or rail['netdev'] + ' no address'}" for rail in part["rails"]]
+    mtus = sorted({str(rail["mtu"]) for rail in part["rails"]})
+    return f"{part['cage']}: {', '.join(rails)}, MTU {'/'.join(mtus)}"
 
 
 def _unit(part: Mapping[str, Any]) -> str:
@@ -44,10 +46,13 @@ def _unit(part: Mapping[str, Any]) -> str:
 
 
 def _cap(part: Mapping[str, Any]) -> str:
-    caps = sorted({p["env"].get("DSPARK_MAX_INFLIGHT_PREFILLS", "unset") for p in part["processes"]})
-    shown = f"{', '.join(caps)} in {len(part['processes'])} processes" if part["processes"] else "nothing runs"
+    readable = [process["env"] for process in part["processes"] if process["env"] is not None]
+    if not readable:
+        return "nothing runs"
+    caps = sorted({env.get("DSPARK_MAX_INFLIGHT_PREFILLS", "unset") for env in readable})
+    shown = f"{', '.join(caps)} in the service's environment"
     scheduler = part.get("scheduler")
-    return shown + (f"; scheduler: {scheduler['cap']}, {scheduler['policy']}" if scheduler else "")
+    return f"{scheduler['cap']} ({scheduler['policy']}) in the scheduler, {shown}" if scheduler else shown
 
 
 def _completion(part: Mapping[str, Any]) -> str:
@@ -87,7 +92,7 @@ def faults_of(nodes: Mapping[str, Node], want: Mapping[str, str], patched: bool)
         assert part is not None
         if part["unit"]["ActiveState"] != "active":
             faults.append(f"{name}: found the rank {part['unit']['ActiveState']}, expected active: {RESTART}")
-        elif not part["processes"]:
+        elif all(process["env"] is None for process in part["processes"]):
             faults.append(f"{name}: found no process of the rank, expected vllm serve: {RESTART}")
         faults += [f"{name}: {text}: {RESTART}" for text in expected_differences(want, part["processes"])]
         status = str((node.get("hotfix") or {}).get("status", read_error(node.get("hotfix"))))
@@ -130,7 +135,8 @@ def table(nodes: Mapping[str, Node], faults: Sequence[str]) -> str:
         lines.append([f"{label} {DRIFT}" if drifts else label, *cells])
     head = nodes[names[0]]
     lines.append(["answer", read_error(head.get("completion")) or _completion(head["completion"])])
-    widths = [max(len(line[i][:WIDTH]) for line in lines if i < len(line)) for i in range(len(header))]
+    lines = [[cell if len(cell) <= WIDTH else cell[: WIDTH - 1] + "…" for cell in line] for line in lines]
+    widths = [max(len(line[i]) for line in lines if i < len(line)) for i in range(len(header))]
     text = ["  ".join(cell.ljust(widths[i]) for i, cell in enumerate(line)).rstrip() for line in lines]
     verdict = "serving, proven by a streamed completion" if not faults else f"NOT PROVEN, {len(faults)} to mend"
     return "\n".join([f"sparkpair: {verdict}", *text, *(f"  - {fault}" for fault in faults)])

@@ -6,7 +6,10 @@ from ansible.module_utils.sparkpair import rank
 
 
 def test_properties_keep_values_with_equal_signs():
-    assert rank.parse_properties("ActiveState=active\nEnvironment=A=1\n\n") == {"ActiveState": "active", "Environment": "A=1"}
+    assert rank.parse_properties("ActiveState=active\nEnvironment=A=1\n\n") == {
+        "ActiveState": "active",
+        "Environment": "A=1",
+    }
 
 
 def test_processes_of_a_cgroup_and_below(tmp_path):
@@ -20,9 +23,11 @@ def test_processes_of_a_cgroup_and_below(tmp_path):
 def test_a_process_shows_only_the_variables_that_are_asked_for(tmp_path):
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "cmdline").write_bytes(b"VLLM::Worker_TP1\0\0")
-    (tmp_path / "7" / "environ").write_bytes(b"DSPARK_MAX_INFLIGHT_PREFILLS=2\0VLLM_API_KEY=secret\0")
+    (tmp_path / "7" / "environ").write_bytes(b"INVOCATION_ID=1\0DSPARK_MAX_INFLIGHT_PREFILLS=2\0VLLM_API_KEY=secret\0")
     found = rank.read_process(7, ["DSPARK_"], tmp_path)
     assert found == {"pid": 7, "name": "VLLM::Worker_TP1", "env": {"DSPARK_MAX_INFLIGHT_PREFILLS": "2"}}
+    (tmp_path / "7" / "environ").write_bytes(b"1\0\0\0")
+    assert rank.read_process(7, ["DSPARK_"], tmp_path)["env"] is None
     assert rank.read_process(8, ["DSPARK_"], tmp_path) is None
 
 
@@ -64,6 +69,10 @@ def test_a_fresh_node_has_empty_digests(tmp_path):
 
 
 def test_processes_that_run_with_other_settings_are_named():
-    processes = [{"pid": 7, "name": "vllm", "env": {"A": "1"}}, {"pid": 8, "name": "worker", "env": {}}]
+    processes = [
+        {"pid": 7, "name": "vllm", "env": {"A": "1"}},
+        {"pid": 8, "name": "worker", "env": {}},
+        {"pid": 9, "name": "renamed", "env": None},
+    ]
     (fault,) = rank.expected_differences({"A": "1"}, processes)
-    assert "pid 8" in fault and "A=<unset>" in fault and "expected 1" in fault
+    assert "process 8" in fault and "A=<unset>" in fault and "expected 1" in fault

@@ -35,7 +35,9 @@ def test_a_serving_pair_is_proven(pair):
     faults = faults_of(pair, WANT, patched=True)
     assert faults == []
     shown = table(pair, faults)
-    assert shown.startswith("sparkpair: serving, proven") and "8 chunks streamed" in shown and "spark-b (rank 1)" in shown
+    assert (
+        shown.startswith("sparkpair: serving, proven") and "8 chunks streamed" in shown and "spark-b (rank 1)" in shown
+    )
 
 
 def change(pair, name, path, value):
@@ -53,7 +55,7 @@ def change(pair, name, path, value):
     [
         ("spark-b", "rank_info/unit/ActiveState", "failed", "rank failed"),
         ("spark-b", "rank_info/processes", [], "no process"),
-        ("spark-b", "rank_info/processes", [{"pid": 9, "name": "w", "env": {}}], "pid 9"),
+        ("spark-b", "rank_info/processes", [{"pid": 9, "name": "w", "env": {}}], "process 9"),
         ("spark-b", "rank_info/digests/model", "tiny/other", "model"),
         ("spark-b", "rank_info/vllm", "0.32.0", "vllm_env"),
         ("spark-b", "rank_info", {"unreachable": True}, "unreachable"),

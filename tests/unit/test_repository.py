@@ -121,11 +121,7 @@ def render(rank: int, tmp_path: Path, **settings: object) -> dict[str, str]:
         src: "{ROOT}/templates/{{{{ item }}}}.j2"
         dest: "{tmp_path}/{{{{ item }}}}"
         mode: "0644"
-      loop: [rank.env, sparkpair-rank.service]
-    - ansible.builtin.copy:
-        content: "{{{{ __serve_engine | to_nice_yaml }}}}"
-        dest: "{tmp_path}/engine.yaml"
-        mode: "0644"
+      loop: [rank.env, sparkpair-rank.service, engine.yaml]
 """)
     read = {
         "model_name": "tiny",
