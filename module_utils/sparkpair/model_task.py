@@ -1,0 +1,89 @@
+"""What the module ``model_files`` does in each of its states, from its arguments to its result."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.sparkpair import model, model_copy, model_hub
+from ansible.module_utils.sparkpair.model import Manifest, ModelError, Place
+
+
+class Log:
+    """The log of a long step: the last step's lines, each with the time of day."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        path.write_text("", encoding="utf-8")
+
+    def say(self, line: str) -> None:
+        """Write a line."""
+        with self._path.open("a", encoding="utf-8") as log:
+            log.write(f"{time.strftime('%H:%M:%S')} {line}\n")
+
+
+def run(wish: Mapping[str, Any], check: bool) -> dict[str, Any]:
+    """Do what ``state`` says. Return the module's result.
+
+    Raises:
+        ModelError, OSError: what is in the way; what was in use is untouched.
+    """
+    model.require_names(wish["name"], wish["revision"], wish["repo"] if not wish["source"] else "")
+    place = Place(Path(wish["root"]), wish["name"], wish["revision"])
+    before = complete(place, wish)
+    state = wish["state"]
+    needed = {
+        "current": before is None or not model.is_current(place),
+        "present": before is None,
+        "shared": False,
+        "copied": True,
+    }[state]
+    after = before
+    if not check and (needed or state == "shared"):
+        os.umask(0o022)
+        if state == "current":
+            model.switch(place)
+        else:
+            with model.hold(place):
+                after = _work(state, place, wish, Log(Path(wish["log"])))
+    return {
+        "changed": needed,
+        "needed": needed,
+        "complete": before is not None,
+        "digest": after.digest if after else "",
+        "path": str(place.path),
+    }
+
+
+def complete(place: Place, wish: Mapping[str, Any]) -> Manifest | None:
+    """Return the manifest of the weights when they are complete, and what the source has now; else None."""
+    manifest = model.read_manifest(place.path)
+    if manifest is None:
+        return None
+    if wish["source"] and manifest.origin != model.fingerprint(Path(wish["source"])):
+        return None
+    if wish["verify"] and wish["state"] != "copied" and model.damaged(place.path, manifest):
+        return None
+    return manifest
+
+
+def _work(state: str, place: Place, wish: Mapping[str, Any], log: Log) -> Manifest:
+    if state == "shared":
+        server = model_copy.Server(wish["address"], wish["port"], wish["secret"], place.path, wish["peers"])
+        log.say(f"serving {server.manifest.size / 1e9:.2f} GB to {wish['peers']} peer(s) on {wish['address']}")
+        server.serve()
+        return server.manifest
+    if state == "copied":
+        source = model_copy.Source(wish["address"], wish["port"], wish["secret"])
+        return model_copy.copy(place, source, wish["streams"], log.say)
+    if wish["source"]:
+        return model.take_folder(place, Path(wish["source"]), log.say)
+    if not wish["repo"]:
+        raise ModelError("no weights here and none to fetch: set model_repo and model_revision, or model_source")
+    return model_hub.download(
+        place, wish["repo"], wish["token"], wish["ignore"], wish["python"], wish["streams"], log.say
+    )
