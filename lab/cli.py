@@ -53,12 +53,14 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns the exit status."""
     options = parser().parse_args(arguments)
+    # `su` keeps a user's PATH, and what the lab calls is in sbin.
+    os.environ["PATH"] = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
     try:
         host.require_linux()
         if options.verb in NEEDS_ROOT:
             host.require_root(options.verb)
         return dispatch(options, read_settings())
-    except LabError as error:
+    except (LabError, OSError) as error:
         print(f"lab: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

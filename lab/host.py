@@ -77,11 +77,7 @@ def lock(path: Path, verb: str) -> Iterator[None]:
 
 def missing_packages(tools: Mapping[str, str] = TOOLS) -> list[str]:
     """Debian packages, sorted, without which the lab cannot work here."""
-    search = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-    present = {
-        tool: Path(tool).exists() if tool.startswith("/") else shutil.which(tool, path=search) is not None
-        for tool in tools
-    }
+    present = {tool: Path(tool).exists() if tool.startswith("/") else shutil.which(tool) is not None for tool in tools}
     return sorted({package for tool, package in tools.items() if not present[tool]})
 
 

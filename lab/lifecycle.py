@@ -158,7 +158,8 @@ def fresh(settings: Settings) -> None:
     host.step("booting")
     for node in settings.nodes:
         supervisor.spawn(settings, node)
-    shutil.rmtree(old)
+    for folder in settings.state.glob(".old-*"):
+        shutil.rmtree(folder)
     wait(settings, settings.nodes)
     host.step("the lab is up")
 
@@ -259,4 +260,9 @@ def _wait_for(settings: Settings, node: Node) -> None:
     tail = ""
     with suppress(OSError):
         tail = "\n  ".join(console.read_text(errors="replace").splitlines()[-12:])
-    raise LabError(f"{node.name} did not come up ({problem}); its console ({console}) ends with:\n  {tail}")
+    hint = ""
+    if "wrong fs type" in tail:
+        hint = (
+            f"\n{settings.state} cannot hold an overlay's writable layer; set LAB_DIR to a folder on ext4, xfs or tmpfs"
+        )
+    raise LabError(f"{node.name} did not come up ({problem}); its console ({console}) ends with:\n  {tail}{hint}")
