@@ -8,7 +8,8 @@ module: fabric_config
 short_description: Write, validate and apply the network plan of the rails, and take it back
 description:
   - Writes the netplan file and the ARP settings, validates and applies them and waits for the addresses.
-  - Keeps the state before in a journal until O(state=confirmed); O(state=reverted) restores it.
+  - Keeps the state before in a journal until O(state=confirmed); O(state=reverted) restores it, and so does
+    a timer on the node when no confirmation comes.
 author: sparkpair
 attributes:
   check_mode: {support: full, description: Validates and predicts; changes nothing.}
@@ -83,7 +84,7 @@ def main() -> None:
             changed = pending if module.check_mode else revert(config, module.run_command)
             module.exit_json(changed=changed, pending=False)
         if not module.check_mode:
-            confirm(config)
+            confirm(config, module.run_command)
         module.exit_json(changed=False, pending=False)
     except ValueError as error:
         module.fail_json(msg=f"{p['node']}: {error}" if p["node"] else str(error))

@@ -18,7 +18,7 @@ options:
   cages: {description: Cages of all nodes in rank order., type: list, elements: str, default: []}
   rails: {description: Rails as fabric_info returns them., type: list, elements: dict, required: true}
   mtu: {description: MTU in bytes that must pass., type: int, required: true}
-  timeout: {description: Seconds for all paths together., type: int, default: 30}
+  timeout: {description: Seconds for all paths together., type: int, default: 20}
 """
 
 EXAMPLES = r"""
@@ -53,7 +53,7 @@ def main() -> None:
             "cages": {"type": "list", "elements": "str", "default": []},
             "rails": {"type": "list", "elements": "dict", "required": True},
             "mtu": {"type": "int", "required": True},
-            "timeout": {"type": "int", "default": 30},
+            "timeout": {"type": "int", "default": 20},
         },
         supports_check_mode=True,
     )

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ansible.module_utils.sparkpair.fabric_guard import ipv4_addresses
 from ansible.module_utils.sparkpair.plan import PlanError, RailPlan, rail_plan
 
 RAILS = 2
@@ -121,15 +122,6 @@ def rdma_devices(sysfs_root: Path) -> dict[str, str]:
         for hca in entries(sysfs_root / "class/infiniband")
         for netdev in entries(hca / "device/net")
     }
-
-
-def ipv4_addresses(link: Mapping[str, Any]) -> tuple[str, ...]:
-    """IPv4 addresses with prefix length from one entry of `ip -j addr`."""
-    return tuple(
-        f"{info['local']}/{info['prefixlen']}"
-        for info in link.get("addr_info", [])
-        if info.get("family") == "inet" and "local" in info
-    )
 
 
 def default_route_interfaces(routes: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:

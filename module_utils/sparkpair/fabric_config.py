@@ -8,20 +8,19 @@ byte for byte, also by a later run. Commands are run by a function that is hande
 from __future__ import annotations
 
 import base64
+import inspect
 import json
-import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.sparkpair.fabric import FabricError, ipv4_addresses
-
-Run = Callable[[Sequence[str]], tuple[int, str, str]]
-"""Runs a command; returns its exit status, output and error output."""
+from ansible.module_utils.sparkpair import fabric_guard
+from ansible.module_utils.sparkpair.fabric import FabricError
+from ansible.module_utils.sparkpair.fabric_guard import GuardError, Run, inside, read_live, write_atomic
 
 ARP_SETTINGS = {"arp_ignore": "1", "arp_announce": "2"}
 """Twins share one cable: each must answer (1) and ask (2) for its own address only, or ARP mixes the rails."""
@@ -29,8 +28,11 @@ ARP_SETTINGS = {"arp_ignore": "1", "arp_announce": "2"}
 NETPLAN_FOLDERS = ("etc/netplan", "lib/netplan", "run/netplan")
 """Where netplan reads from; a plan is validated together with whatever is there."""
 
-SETTLE_SECONDS = 30.0
+SETTLE_SECONDS = 15.0
 """How long addresses may take to appear after `netplan apply`; a link that bounces needs about 5 seconds."""
+
+CONFIRM_SECONDS = 50.0
+"""When an unconfirmed plan is taken back: applying and proving take 40 s at most, and 60 s are promised."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,8 @@ class Config:
 
     def inside(self, path: Path | str) -> Path:
         """`path` below `root`."""
-        return self.root / str(path).lstrip("/")
+        below: Path = inside(self.root, path)
+        return below
 
     def files(self) -> dict[Path, tuple[str, int]]:
         """Content and mode of every file that is ours."""
@@ -102,14 +105,6 @@ def sysctl_text(netdevs: Iterable[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def read_live(run: Run) -> dict[str, tuple[int, tuple[str, ...]]]:
-    """MTU and IPv4 addresses of every interface, from `ip -j addr`."""
-    status, out, err = run(["ip", "-j", "addr"])
-    if status:
-        raise FabricError(f"ip -j addr failed: {err.strip()}")
-    return {link["ifname"]: (int(link["mtu"]), ipv4_addresses(link)) for link in json.loads(out) if link}
-
-
 def live_text(mtu: int | None, addresses: Iterable[str]) -> str:
     """An interface in one line for a diff."""
     return f"mtu {mtu}, addresses {' '.join(sorted(addresses)) or 'none'}\n"
@@ -152,22 +147,6 @@ def setting_changes(config: Config) -> list[Change]:
         if before != value:
             changes.append(Change(str(path), f"{before}\n", f"{value}\n"))
     return changes
-
-
-def write_atomic(path: Path, data: bytes, mode: int) -> None:
-    """Replace a file in one step; readers see the old or the new content, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).chmod(mode)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
 
 
 def validate(config: Config, run: Run) -> None:
@@ -229,65 +208,43 @@ def settle(config: Config, run: Run, seconds: float) -> None:
 def converge(config: Config, run: Run, check: bool, seconds: float = SETTLE_SECONDS) -> Outcome:
     """Make files, kernel settings and interfaces as planned; with `check` only tell what would change.
 
-    Raises FabricError when netplan refuses the plan (nothing was touched) or when applying it fails (all is
-    again as it was before).
+    While the plan is not confirmed, a timer takes it back after `CONFIRM_SECONDS`. Raises FabricError when
+    netplan refuses the plan (nothing was touched) or when applying it fails (all is again as it was before).
     """
     changes = [*file_changes(config), *setting_changes(config), *live_changes(config, run)]
+    pending = config.inside(config.journal).is_file()
     if changes:
         validate(config, run)
-    if changes and not check:
+    if check or not (changes or pending):
+        return Outcome(changes, pending)
+    try:
         save(config, run)
-        try:
+        fabric_guard.arm(config.journal, inspect.getsource(fabric_guard), CONFIRM_SECONDS, run, config.root)
+        if changes:
             for path, (text, mode) in config.files().items():
                 write_atomic(config.inside(path), text.encode(), mode)
             set_kernel(config, config.settings())
             apply_netplan(run)
             settle(config, run, seconds)
-        except (FabricError, OSError) as error:
-            try:
-                revert(config, run)
-            except FabricError as again:
-                raise FabricError(f"{error}; files and addresses are as before, but {again}") from error
-            raise FabricError(f"{error}; the previous network is back") from error
-    return Outcome(changes, config.inside(config.journal).is_file())
+    except (ValueError, OSError) as error:
+        try:
+            revert(config, run)
+        except GuardError as again:
+            raise FabricError(f"{error}; files and addresses are as before, but {again}") from error
+        raise FabricError(f"{error}; the previous network is back") from error
+    return Outcome(changes, pending=True)
 
 
-def confirm(config: Config) -> None:
-    """The plan is proven: forget how it was before."""
-    config.inside(config.journal).unlink(missing_ok=True)
+def confirm(config: Config, run: Run) -> None:
+    """The plan is proven: forget how it was before. Raises FabricError when the timer was quicker."""
+    if not config.inside(config.journal).is_file():
+        raise FabricError(
+            f"the plan was taken back, because it was not confirmed within {CONFIRM_SECONDS:.0f} s: run again"
+        )
+    fabric_guard.disarm(config.journal, run, config.root)
 
 
 def revert(config: Config, run: Run) -> bool:
-    """Restore what the journal holds; False when there is none.
-
-    Raises FabricError when netplan fails, after files, settings and addresses are restored nevertheless.
-    """
-    journal = config.inside(config.journal)
-    if not journal.is_file():
-        return False
-    state = json.loads(journal.read_text(encoding="utf-8"))
-    for path, kept in state["files"].items():
-        if kept:
-            write_atomic(config.inside(path), base64.b64decode(kept["content"]), kept["mode"])
-        else:
-            config.inside(path).unlink(missing_ok=True)
-    set_kernel(config, {Path(path): value for path, value in state["settings"].items() if value})
-    failure = None
-    try:
-        apply_netplan(run)
-    except FabricError as error:
-        failure = error
-    live = read_live(run)
-    for netdev, (mtu, addresses) in state["live"].items():
-        now_mtu, now_addresses = live.get(netdev, (mtu, tuple(addresses)))
-        # Netplan leaves addresses and MTU on an interface that no plan mentions any more.
-        for address in set(now_addresses) - set(addresses):
-            run(["ip", "address", "delete", address, "dev", netdev])
-        for address in set(addresses) - set(now_addresses):
-            run(["ip", "address", "add", address, "dev", netdev])
-        if now_mtu != mtu:
-            run(["ip", "link", "set", "dev", netdev, "mtu", str(mtu)])
-    journal.unlink()
-    if failure:
-        raise failure
-    return True
+    """Restore what the journal holds; False when there is none. Raises GuardError when netplan fails."""
+    done: bool = fabric_guard.restore(config.journal, run, config.root)
+    return done

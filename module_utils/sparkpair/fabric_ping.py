@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from ansible.module_utils.sparkpair.fabric import FabricError
-
-Run = Callable[[Sequence[str]], tuple[int, str, str]]
-"""Runs a command; returns its exit status, output and error output."""
+from ansible.module_utils.sparkpair.fabric_guard import Run
 
 HEADERS = 28
 """Bytes of an IPv4 header (20) and an ICMP header (8), which the MTU includes and ping's size does not."""
@@ -81,8 +79,8 @@ def diagnose(path: Path, output: str, small_passes: bool) -> str:
             f"MTU; run the fabric playbook on both nodes and set the switch ports to {size} or more"
         )
     return (
-        f"{path}: no answer: the cable leads to another machine, or {path.peer} has no {path.target}; "
-        "see what is at the other end with: ip neigh; networkctl status"
+        f"{path}: no answer: the cable leads to another machine, {path.peer} has no {path.target}, or a firewall "
+        f"drops ICMP on this rail; look with: ip neigh show dev {path.netdev}; nft list ruleset"
     )
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from ansible.module_utils.sparkpair.fabric import FabricError
 from ansible.module_utils.sparkpair.fabric_config import Config, confirm, converge, revert, validate
+from ansible.module_utils.sparkpair.fabric_guard import SERVICE, TIMER, UNIT_FILE
 
 RAILS = {"enp1s0f0np0": "192.168.176.1/24", "enP2p1s0f0np0": "192.168.177.1/24"}
 PLAN = "network: {version: 2}\n"
@@ -96,13 +99,13 @@ def test_first_run_writes_applies_and_waits_for_confirmation(config, network):
     assert [config.inside(path).read_text().strip() for path in config.settings()] == ["1", "2", "1", "2"]
     assert network.links["enp1s0f0np0"] == (9000, {"192.168.176.1/24"})
     assert outcome.changes and outcome.pending
-    confirm(config)
+    confirm(config, network)
     assert not config.inside(config.journal).exists()
 
 
 def test_second_run_changes_nothing_and_applies_nothing(config, network):
     converge(config, network, check=False)
-    confirm(config)
+    confirm(config, network)
     before, applied = snapshot(config.root), network.applied()
     outcome = converge(config, network, check=False)
     assert (outcome.changes, outcome.pending) == ([], False)
@@ -180,6 +183,58 @@ def test_whatever_fails_the_node_is_as_before(config, network, before, failure):
     assert network.links == links
 
 
+def test_the_timer_is_armed_before_anything_changes_and_gone_after_the_confirmation(config, network):
+    converge(config, network, check=False)
+    armed = next(i for i, call in enumerate(network.calls) if call.startswith("systemd-run"))
+    assert armed < network.calls.index("netplan apply")
+    assert "--on-active=50 --timer-property=AccuracySec=1s" in network.calls[armed]
+    assert "ConditionPathExists=/var/lib/sparkpair/fabric/journal.json" in config.inside(UNIT_FILE).read_text()
+    confirm(config, network)
+    assert network.calls[-3:-1] == [f"systemctl stop {TIMER}", f"systemctl disable --quiet {SERVICE}"]
+    left = {name for name in snapshot(config.root) if "guard" in name or "journal" in name}
+    assert left == set()
+
+
+def test_a_confirmation_that_comes_too_late_is_refused(config, network):
+    converge(config, network, check=False)
+    revert(config, network)
+    with pytest.raises(FabricError, match="not confirmed within 50 s"):
+        confirm(config, network)
+
+
+def test_a_plan_that_cannot_be_guarded_is_not_applied(config, network):
+    before = snapshot(config.root)
+    network.fails = {"systemd-run --quiet"}
+    with pytest.raises(FabricError, match=r"systemd-run .* failed"):
+        converge(config, network, check=False)
+    assert snapshot(config.root) == before
+    assert network.links["enp1s0f0np0"] == (1500, set())
+
+
+def test_the_copy_on_the_node_restores_without_ansible(config, network, tmp_path):
+    """The program that `arm` leaves behind runs alone, against commands that do nothing."""
+    converge(config, network, check=False)
+    program = config.inside(config.journal).with_name("guard.py")
+    (tmp_path / "plan").write_text("ours")
+    journal = tmp_path / "journal.json"
+    journal.write_text(json.dumps({"files": {str(tmp_path / "plan"): None}, "settings": {}, "live": {}}))
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, output in (("ip", "[]"), ("netplan", ""), ("systemctl", "")):
+        (commands / name).write_text(f"#!/bin/sh\necho '{output}'\n")
+        (commands / name).chmod(0o755)
+    done = subprocess.run(
+        [sys.executable, "-I", program, journal],
+        env={"PATH": f"{commands}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "the previous network is back" in done.stdout
+    assert not (tmp_path / "plan").exists()
+    assert not journal.exists()
+
+
 def test_an_unconfirmed_plan_keeps_the_oldest_state(config, network):
     before = snapshot(config.root)
     converge(config, network, check=False)
@@ -193,7 +248,7 @@ def test_an_unconfirmed_plan_keeps_the_oldest_state(config, network):
 
 def test_what_somebody_changed_by_hand_is_put_right(config, network):
     converge(config, network, check=False)
-    confirm(config)
+    confirm(config, network)
     network.links["enP2p1s0f0np0"] = (1500, set())
     first_setting = next(iter(config.settings()))
     config.inside(first_setting).write_text("0\n")
@@ -204,5 +259,5 @@ def test_what_somebody_changed_by_hand_is_put_right(config, network):
         str(first_setting),
         "interface enP2p1s0f0np0",
     ]
-    confirm(config)
+    confirm(config, network)
     assert converge(config, network, check=False).changes == []
