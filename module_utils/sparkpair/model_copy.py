@@ -178,6 +178,7 @@ class Source:
         self.address, self.port = address, port
         self._headers = {"Authorization": f"Bearer {token}"}
         self._local = threading.local()
+        self._open: list[http.client.HTTPConnection] = []
 
     def request(
         self, method: str, path: str, part: tuple[int, int] | None = None, body: bytes | None = None
@@ -192,9 +193,13 @@ class Source:
         connection = getattr(self._local, "connection", None)
         if connection is None:
             connection = self._local.connection = http.client.HTTPConnection(self.address, self.port, timeout=TIMEOUT)
+            self._open.append(connection)
         headers = self._headers | ({"Range": f"bytes={part[0]}-{part[1] - 1}"} if part else {})
         connection.request(method, path, body=body, headers=headers)
         response: http.client.HTTPResponse = connection.getresponse()
+        if response.status not in (HTTPStatus.OK, HTTPStatus.PARTIAL_CONTENT):
+            response.close()
+            self.close()
         if response.status == HTTPStatus.UNAUTHORIZED:
             raise ModelError(
                 f"the head at {self.address} refused this run's token; run playbooks/model.yml for all nodes at once"
@@ -208,6 +213,11 @@ class Source:
         if connection := getattr(self._local, "connection", None):
             connection.close()
             self._local.connection = None
+
+    def close_all(self) -> None:
+        """Drop the connections of all threads, which have ended."""
+        for connection in self._open:
+            connection.close()
 
     def manifest(self, wait: float = CONNECT) -> Manifest:
         """Return the head's manifest, waiting until the head listens.
@@ -256,8 +266,11 @@ def copy(place: Place, source: Source, streams: int, say: Progress) -> Manifest:
     except (ModelError, OSError) as error:
         source.report(str(error) or type(error).__name__)
         raise
-    source.report("")
-    return manifest
+    else:
+        source.report("")
+        return manifest
+    finally:
+        source.close_all()
 
 
 def pull(folder: Path, manifest: Manifest, source: Source, streams: int, say: Progress) -> None:
