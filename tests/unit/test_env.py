@@ -24,8 +24,9 @@ case "$1 $2" in
   cat > "$last/bin/python" <<'PYTHON'
 #!/bin/sh
 echo 'a line of noise'
+site=$(dirname "$(dirname "$0")")/lib/python3/site-packages
 echo "PROOF {\\"vllm\\": \\"${FAKE_VLLM:-1.0}\\", \\"torch\\": \\"2\\", \\"cuda\\": \\"13.0\\",\\
- \\"capabilities\\": {\\"nnodes\\": ${FAKE_NNODES:-true}}, \\"site_packages\\": \\"$(dirname "$(dirname "$0")")/lib/python3/site-packages\\"}"
+ \\"capabilities\\": {\\"nnodes\\": ${FAKE_NNODES:-true}}, \\"site_packages\\": \\"$site\\"}"
 PYTHON
   chmod +x "$last/bin/python" ;;
 "pip sync")
@@ -41,7 +42,8 @@ esac
 def header(**changes):
     facts = env.inspect_python(sys.executable)
     values = {"python": facts.minor, "machine": facts.machine, "glibc": "2_17", **changes}
-    return f"# sparkpair-lock vllm=1.0 python={values['python']} platform={values['machine']}-manylinux_{values['glibc']} download=10"
+    platform = f"{values['machine']}-manylinux_{values['glibc']}"
+    return f"# sparkpair-lock vllm=1.0 python={values['python']} platform={platform} download=10"
 
 
 @pytest.fixture
@@ -184,7 +186,7 @@ def test_a_wheelhouse_without_the_installer_is_named(plan):
 @pytest.mark.parametrize("change", [{"python": "3.7"}, {"machine": "riscv64"}, {"glibc": "9_99"}])
 def test_a_lock_for_another_node_is_refused(plan, change):
     lock = parse_lock(f"{header(**change)}\nvllm==1.0 --hash=sha256:{'a' * 64}\n")
-    with pytest.raises(env.EnvError, match="the lock is for Python .* this node has Python"):
+    with pytest.raises(env.EnvError, match=r"the lock is for Python .* this node has Python"):
         env.require_fit(lock, plan.python)
 
 
@@ -248,7 +250,7 @@ def test_the_module_predicts_installs_and_is_idempotent(module, plan):
     again = module()
     assert not again["changed"]
     assert again["manifest"]["vllm"] == again["vllm_version"] == "1.0"
-    os.unlink(plan.root / "current")
+    (plan.root / "current").unlink()
     assert module(check=True)["changed"]
 
 

@@ -156,7 +156,7 @@ def test_the_shim_is_the_locked_one_and_only_metadata(tmp_path):
 def small_wheelhouse(tmp_path, monkeypatch):
     """A lock of two wheels and a download that 'fetches' them (the content is the name)."""
     wheels = {"a": b"wheel of a", "uv": b"wheel of uv"}
-    name, data = wheelhouse.shim("1.0+cpu")
+    _, data = wheelhouse.shim("1.0+cpu")
     hashes = {n: hashlib.sha256(content).hexdigest() for n, content in {**wheels, "vllm": data}.items()}
     lock, uv_lock = tmp_path / "lock.txt", tmp_path / "uv.txt"
     lock.write_text(

@@ -215,9 +215,9 @@ def test_only_known_paths_are_answered(head, path):
 
 def test_a_file_that_is_damaged_on_the_head_is_not_accepted(head, peer):
     flip(head.path / "model-1.safetensors", 2 * PIECE + 5)
-    with serving(head) as (pull_from, result):
-        with pytest.raises(ModelError, match=r"piece 2 of model-1\.safetensors .* sha256 differs"):
-            model_copy.copy(peer, pull_from, 2, quiet)
+    complaint = r"piece 2 of model-1\.safetensors .* sha256 differs"
+    with serving(head) as (pull_from, result), pytest.raises(ModelError, match=complaint):
+        model_copy.copy(peer, pull_from, 2, quiet)
     assert not peer.path.exists()
     assert len(result) == 1
     assert "piece 2 of model-1.safetensors" in result[0]
@@ -287,7 +287,7 @@ def test_a_peer_without_a_head_gives_up(peer):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(ModelError, match="does not answer at 127.0.0.1"):
+    with pytest.raises(ModelError, match=r"does not answer at 127\.0\.0\.1"):
         model_copy.Source("127.0.0.1", port, TOKEN).manifest(wait=0.1)
 
 
@@ -297,7 +297,7 @@ def test_a_head_without_weights_serves_nothing(peer):
 
 
 def test_an_address_that_is_not_the_heads_is_named(head):
-    with pytest.raises(ModelError, match="cannot listen on 203.0.113.1"):
+    with pytest.raises(ModelError, match=r"cannot listen on 203\.0\.113\.1"):
         model_copy.Server("203.0.113.1", 0, TOKEN, head.path, 1)
 
 
@@ -437,7 +437,7 @@ def test_what_the_hub_refuses_has_a_remedy(tmp_path, hub, name, remedy):
 def test_a_repository_without_a_model_is_refused_before_the_download(tmp_path, hub):
     python, answer = hub
     answer({"files": {"README.md": [1, ""]}}, {})
-    with pytest.raises(ModelError, match="has no config.json"):
+    with pytest.raises(ModelError, match="has no config"):
         model_task.run(
             wish(tmp_path / "root", state="present", repo="o/r", revision=COMMIT, python=str(python)), check=False
         )
