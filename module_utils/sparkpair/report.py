@@ -18,6 +18,8 @@ def read_error(part: Mapping[str, Any] | None) -> str:
     """Why a registered result holds no data, in one line; empty when it does."""
     if not part:
         return "not read"
+    if part.get("skipped"):
+        return "not asked: the rank does not run"
     if part.get("unreachable"):
         return "unreachable"
     if part.get("failed"):
@@ -70,7 +72,7 @@ ROWS: Sequence[tuple[str, Callable[[Node], str], bool]] = (
         _or_error("rank_info", lambda part: f"{part['vllm']} {part['digests']['env']}".strip() or "none"),
         True,
     ),
-    ("hotfix", _or_error("hotfix", lambda part: f"{part['status']} ({str(part.get('digest') or '')[:12]})"), True),
+    ("hotfix", _or_error("hotfix", lambda part: f"{part['status']} {part['digest'][:12]}".strip()), True),
     ("model", _or_error("rank_info", lambda part: str(part["digests"]["model"] or "none")), True),
     ("serve", _or_error("rank_info", _unit), False),
     ("cap in force", _or_error("rank_info", _cap), False),
@@ -106,7 +108,8 @@ def faults_of(nodes: Mapping[str, Node], want: Mapping[str, str], patched: bool)
         expected = want.get("DSPARK_MAX_INFLIGHT_PREFILLS", "")
         if cap != expected:
             faults.append(f"{head}: found the cap {cap} in the running scheduler's log, expected {expected}: {RESTART}")
-    if error := read_error(nodes[head].get("completion")):
+    answer = nodes[head].get("completion") or {}
+    if not answer.get("skipped") and (error := read_error(answer)):
         faults.append(f"{head}: {error}")
     return faults
 
