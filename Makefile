@@ -1,10 +1,12 @@
 # One command a purpose; CONTRIBUTING.md says what each gate checks.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
 # The newest Python that this project is tested on; 3.11 brings ansible-core 2.19, 3.12 and newer 2.21.
 PYTHON ?= $(firstword $(foreach p,python3.13 python3.12 python3.11 python3,$(shell $(p) --version >/dev/null 2>&1 && echo $(p))))
 VENV := .cache/venv
-RUN := PATH="$(CURDIR)/$(VENV)/bin:$$PATH"
+VLLM_VENV := .cache/vllm-venv
+RUN := export PATH="$(CURDIR)/$(VENV)/bin:$$PATH";
 LAB := python3 lab/lab.py
 PLAY := $(RUN) ansible-playbook -i inventory/lab
 
@@ -14,7 +16,7 @@ help:  ## show what there is
 
 $(VENV)/.done: requirements-dev.txt
 	@echo "tools: installing into $(VENV) with $(PYTHON)"
-	@$(PYTHON) -m venv --clear $(VENV) && $(VENV)/bin/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	@$(PYTHON) -m venv --clear $(VENV); $(VENV)/bin/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 
 .PHONY: tools
@@ -30,7 +32,7 @@ lab-up:  ## boot the two simulated Sparks
 lab-reset:  ## fresh nodes
 	@$(LAB) reset
 lab-down:  ## remove the lab, leaving nothing behind
-	@$(LAB) down && $(LAB) leftovers
+	@$(LAB) down; $(LAB) leftovers
 
 .PHONY: status
 status: tools  ## the table of both nodes
@@ -41,20 +43,30 @@ test: lint unit scheduler molecule e2e  ## every gate
 
 .PHONY: lint
 lint: tools  ## ruff, mypy, yamllint, ansible-lint
-	@$(RUN) ruff check . && $(RUN) ruff format --check . && $(RUN) mypy
-	@$(RUN) yamllint --strict . && $(RUN) ansible-lint --offline
+	@$(RUN) ruff check .; ruff format --check .; mypy; yamllint --strict .; ansible-lint --offline
 
 .PHONY: unit
 unit: tools  ## pure functions and modules, no root, no network
 	@$(RUN) pytest tests/unit
 
+# The lab's vLLM, on this machine: its wheels are built for Python 3.11.
+VLLM_LOCK := locks/0.32.0-x86_64-cpu.txt
+$(VLLM_VENV)/.done: $(VENV)/.done $(VLLM_LOCK)
+	@echo "scheduler: installing vLLM into $(VLLM_VENV)"
+	@$(RUN) export UV_CACHE_DIR=.cache/uv; \
+	  wheels=$$(python3 lab/wheelhouse.py .cache | tail -n 1); \
+	  uv venv --quiet --clear --no-python-downloads --python 3.11 $(VLLM_VENV); \
+	  uv pip sync --quiet --python $(VLLM_VENV) --require-hashes --no-index --find-links "$$wheels" $(VLLM_LOCK); \
+	  uv pip install --quiet --python $(VLLM_VENV) $$(grep -E '^(pytest|hypothesis)==' requirements-dev.txt)
+	@touch $@
+
 .PHONY: scheduler
-scheduler: tools  ## the hotfix on the real scheduler of the installed vLLM
+scheduler: tools $(VLLM_VENV)/.done  ## the hotfix on the real scheduler of the installed vLLM
 	@$(RUN) tests/scheduler/run.sh
 
 .PHONY: molecule
 molecule: tools  ## each role and the whole site on the lab's nodes
-	@cd tests && $(RUN) molecule test --all
+	@$(RUN) cd tests; molecule test --all
 
 .PHONY: e2e
 e2e: tools  ## the demo, twice, with reboots and bad input
