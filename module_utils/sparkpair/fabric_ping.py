@@ -76,7 +76,7 @@ def diagnose(path: Path, output: str, small_passes: bool) -> str:
     if small_passes:
         return (
             f"{path}: small packets pass, {size} bytes do not: the other end or a switch between has a smaller "
-            f"MTU; run the fabric playbook on both nodes and set the switch ports to {size} or more"
+            f"MTU; run the fabric playbook on every node and set the switch ports to {size} or more"
         )
     return (
         f"{path}: no answer: the cable leads to another machine, {path.peer} has no {path.target}, or a firewall "
@@ -111,8 +111,11 @@ def prove_all(todo: Sequence[Path], run: Run, seconds: float) -> list[Path]:
 
 
 def parity_warning(names: Sequence[str], cages: Sequence[str]) -> str | None:
-    """A sentence when the nodes use different cages, which works but confuses tools that assume one name."""
-    if len(set(cages)) < 2:
+    """A sentence when nodes use different cages, which works but confuses tools that assume one name.
+
+    The cage of a node that is not part of the run is empty and does not count.
+    """
+    if len(set(filter(None, cages))) < 2:
         return None
-    pairs = ", ".join(f"{name} {cage}" for name, cage in zip(names, cages, strict=False))
+    pairs = ", ".join(f"{name} {cage}" for name, cage in zip(names, cages, strict=False) if cage)
     return f"the cable joins different cages ({pairs}): it works here, but plug it into the same cage on every node"

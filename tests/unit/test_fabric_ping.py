@@ -97,4 +97,5 @@ def test_a_peer_that_answers_late_passes():
 def test_different_cages_warn():  # S4
     assert parity_warning(["a", "b"], ["p0", "p0"]) is None
     assert parity_warning(["a", "b"], []) is None
+    assert parity_warning(["a", "b"], ["", "p1"]) is None
     assert "different cages (a p0, b p1)" in str(parity_warning(["a", "b"], ["p0", "p1"]))
