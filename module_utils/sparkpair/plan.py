@@ -64,9 +64,7 @@ def parse_subnet(subnet: str) -> ipaddress.IPv4Network:
     ends = (network.network_address, network.broadcast_address)
     for kind in ("multicast", "loopback", "link_local", "reserved", "unspecified"):
         if any(getattr(end, f"is_{kind}") for end in ends):
-            raise PlanError(
-                f"fabric_subnet {network} is {kind.replace('_', '-')}, which no host can use: {want}"
-            )
+            raise PlanError(f"fabric_subnet {network} is {kind.replace('_', '-')}, which no host can use: {want}")
     return network
 
 
@@ -84,15 +82,12 @@ def rail_plan(subnet: str, rails: int, nodes: int, taken: Mapping[str, str] | No
     needed = RAIL_PREFIX - (rails - 1).bit_length()
     if network.prefixlen > needed:
         raise PlanError(
-            f"fabric_subnet {network} is too small: "
-            f"{rails} rails need one /{RAIL_PREFIX} each, so write a /{needed}"
+            f"fabric_subnet {network} is too small: {rails} rails need one /{RAIL_PREFIX} each, so write a /{needed}"
         )
     if nodes > MAX_NODES:
         raise PlanError(f"{nodes} nodes do not fit: a rail is a /{RAIL_PREFIX} and holds {MAX_NODES}")
     for name, other in overlaps(network, taken or {}).items():
-        raise PlanError(
-            f"fabric_subnet {network} overlaps {other} ({name}): choose a network that nothing else uses"
-        )
+        raise PlanError(f"fabric_subnet {network} overlaps {other} ({name}): choose a network that nothing else uses")
     blocks = network.subnets(new_prefix=RAIL_PREFIX)
     return [RailPlan(rail, next(blocks)) for rail in range(rails)]
 
