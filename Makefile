@@ -16,6 +16,7 @@ help:  ## show what there is
 
 $(VENV)/.done: requirements-dev.txt
 	@echo "tools: installing into $(VENV) with $(PYTHON)"
+	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "tools: installing python3-venv"; apt-get -qq update; apt-get -qq -y install python3-venv >/dev/null; }
 	@$(PYTHON) -m venv --clear $(VENV); $(VENV)/bin/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
 	@touch $@
 

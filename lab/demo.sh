@@ -6,10 +6,12 @@ started=$SECONDS
 
 say() { printf '\n== %s (%d s)\n' "$1" $((SECONDS - started)); }
 
-say "two simulated Sparks"
-python3 lab/lab.py up
+say "tools"
 make --no-print-directory tools
 PATH="$PWD/.cache/venv/bin:$PATH"
+
+say "two simulated Sparks"
+python3 lab/lab.py up
 
 say "the unchanged site.yml against inventory/lab"
 ansible-playbook -i inventory/lab site.yml
