@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import io
+import shutil
 import subprocess
 import sys
 import time
@@ -27,7 +28,11 @@ sys.path.insert(0, str(ROOT))
 from module_utils.sparkpair.env_lock import Lock, Requirement, parse_lock, parse_requirements  # noqa: E402
 
 LOCK = ROOT / "locks" / "0.32.0-x86_64-cpu.txt"
+PUBLIC_LOCK = ROOT / "locks" / "0.32.0-x86_64-cpu-publictorch.txt"
+"""Six times as large: for machines whose index has no CPU build of torch."""
 UV_LOCK = ROOT / "locks" / "uv.txt"
+LOCK_FILE = "LOCK"
+"""File in the wheelhouse that names the lock whose wheels it holds."""
 SHIM = "vllm"
 RETRIES = 2
 """Further attempts at a download that broke off; pip keeps the wheels that are complete."""
@@ -37,28 +42,65 @@ class WheelhouseError(Exception):
     """The wheelhouse cannot be completed; the text says why and what to do."""
 
 
-def build(cache_dir: Path) -> Path:
-    """Return the folder with every wheel of the lock and of uv, downloading what is missing.
+class NotOnIndexError(WheelhouseError):
+    """The index answers, but does not have a wheel."""
 
-    The folder's name holds the digest of the locks, and it exists only when it is complete: work is done in a
-    neighbour named ``.partial`` that a later run goes on with.
+
+def build(cache_dir: Path) -> Path:
+    """Return the folder with every wheel of a lock and of uv, downloading what is missing.
+
+    The CPU build of torch is not on every index; where it is not, the lock with torch's public build is
+    taken. ``lock_name`` tells which it was. The folder's name holds the digest of the locks, and it exists
+    only when it is complete: work is done in a neighbour named ``.partial`` that a later run goes on with.
 
     Raises:
         WheelhouseError: no pip, a wheel that cannot be had, or one whose sha256 is not in the lock.
     """
-    locks = LOCK.read_text(encoding="ascii"), UV_LOCK.read_text(encoding="ascii")
-    folder = cache_dir / f"wheelhouse-{hashlib.sha256(''.join(locks).encode()).hexdigest()[:12]}"
-    if folder.is_dir():
-        return folder
-    lock = parse_lock(locks[0])
-    wanted = (*lock.requirements, *parse_requirements(locks[1]))
-    partial = folder.with_name(f"{folder.name}.partial")
+    for lock in (LOCK, PUBLIC_LOCK):
+        if place(cache_dir, lock).is_dir():
+            return place(cache_dir, lock)
+    try:
+        return fill(LOCK, place(cache_dir, LOCK))
+    except NotOnIndexError:
+        shutil.rmtree(partial_of(place(cache_dir, LOCK)))
+        say("wheelhouse: no index has the CPU build of torch here; taking its public build, six times as large")
+    return fill(PUBLIC_LOCK, place(cache_dir, PUBLIC_LOCK))
+
+
+def lock_name(wheelhouse: Path) -> str:
+    """Return the name of the lock (a file in locks/) whose wheels a finished wheelhouse holds."""
+    return (wheelhouse / LOCK_FILE).read_text(encoding="ascii").strip()
+
+
+def place(cache_dir: Path, lock: Path) -> Path:
+    """Return where the finished wheelhouse of a lock is, or will be."""
+    content = lock.read_bytes() + UV_LOCK.read_bytes()
+    return cache_dir / f"wheelhouse-{hashlib.sha256(content).hexdigest()[:12]}"
+
+
+def partial_of(folder: Path) -> Path:
+    """Return where a wheelhouse is while it is being filled."""
+    return folder.with_name(f"{folder.name}.partial")
+
+
+def fill(lock_file: Path, folder: Path) -> Path:
+    """Download the wheels of one lock, and of uv, into ``folder``. Return it.
+
+    Raises:
+        NotOnIndexError: torch's wheel, which is asked for first, is not on the index.
+        WheelhouseError: see ``build``.
+    """
+    lock = parse_lock(lock_file.read_text(encoding="ascii"))
+    wanted = (*lock.requirements, *parse_requirements(UV_LOCK.read_text(encoding="ascii")))
+    partial = partial_of(folder)
     partial.mkdir(parents=True, exist_ok=True)
     say(f"wheelhouse: {len(wanted)} wheels, {lock.download / 1e6:.0f} MB, into {folder}")
     name, data = shim(str(lock.version_of(SHIM)))
     (partial / name).write_bytes(data)
-    download([r for r in wanted if r.name != SHIM], lock, partial)
+    download([r for r in wanted if r.name == "torch"], lock, partial)
+    download([r for r in wanted if r.name not in (SHIM, "torch")], lock, partial)
     check(wanted, partial)
+    (partial / LOCK_FILE).write_text(f"{lock_file.name}\n", encoding="ascii")
     partial.rename(folder)
     return folder
 
@@ -87,12 +129,11 @@ def download(requirements: list[Requirement], lock: Lock, folder: Path) -> None:
         if pip.returncode == 0:
             listing.unlink()
             return
+        if any("No matching distribution found" in line for line in lines):
+            raise NotOnIndexError(f"not on the index that pip uses: {lines[-1]}")
         say(f"wheelhouse: the download broke off (attempt {attempt + 1} of {RETRIES + 1})")
     reasons = "\n".join(line for line in lines if line.startswith("ERROR")) or "\n".join(lines[-5:])
-    raise WheelhouseError(
-        f"pip could not download the wheels of {LOCK.name}:\n{reasons}\n"
-        "Not every index has the CPU build of torch: name a folder with its wheel in PIP_FIND_LINKS."
-    )
+    raise WheelhouseError(f"pip could not download the wheels of the lab; mend this and run again:\n{reasons}")
 
 
 def check(requirements: Iterable[Requirement], folder: Path) -> None:

@@ -166,6 +166,12 @@ def small_wheelhouse(tmp_path, monkeypatch):
     monkeypatch.setattr(wheelhouse, "LOCK", lock)
     monkeypatch.setattr(wheelhouse, "UV_LOCK", uv_lock)
 
+    public = tmp_path / "public.txt"
+    public.write_text(
+        lock.read_text(encoding="ascii").replace(f"{HEADER}\n", f"{HEADER}\n# public\n"), encoding="ascii"
+    )
+    monkeypatch.setattr(wheelhouse, "PUBLIC_LOCK", public)
+
     def download(requirements, lock, folder):
         for r in requirements:
             (folder / f"{r.name}-{r.version}-py3-none-any.whl").write_bytes(wheels[r.name])
@@ -186,6 +192,39 @@ def test_the_wheelhouse_is_complete_or_absent(tmp_path, small_wheelhouse):
         "a-1-py3-none-any.whl", "uv-2-py3-none-any.whl", "vllm-1.0+cpu-py3-none-any.whl",
     ]  # fmt: skip
     assert list((tmp_path / "cache").iterdir()) == [folder]
+    assert wheelhouse.lock_name(folder) == "lock.txt"
+
+
+def test_without_the_cpu_build_of_torch_the_public_one_is_taken(tmp_path, small_wheelhouse, monkeypatch):
+    once = wheelhouse.download
+    asked = []
+
+    def download(requirements, lock, folder):
+        asked.append(folder)
+        if len(asked) == 1:
+            raise wheelhouse.NotOnIndexError("ERROR: No matching distribution found for torch==2.13.0+cpu")
+        once(requirements, lock, folder)
+
+    monkeypatch.setattr(wheelhouse, "download", download)
+    folder = wheelhouse.build(tmp_path / "cache")
+    assert wheelhouse.lock_name(folder) == "public.txt"
+    assert list((tmp_path / "cache").iterdir()) == [folder]
+    assert wheelhouse.build(tmp_path / "cache") == folder
+
+
+def test_pip_that_finds_no_wheel_is_told_from_one_that_breaks(tmp_path, monkeypatch):
+    lock = parse_lock(f"{HEADER}\na==1 --hash=sha256:{HASH}\n")
+    pip = tmp_path / "pip"
+    monkeypatch.setattr(wheelhouse, "pip_python", lambda: str(pip))
+    for said, error in (
+        ("ERROR: No matching distribution found for a==1", wheelhouse.NotOnIndexError),
+        ("ERROR: connection broken", wheelhouse.WheelhouseError),
+    ):
+        pip.write_text(f"#!/bin/sh\necho Collecting a\necho '{said}'\nexit 1\n")
+        pip.chmod(0o755)
+        with pytest.raises(wheelhouse.WheelhouseError, match=said) as caught:
+            wheelhouse.download(list(lock.requirements), lock, tmp_path)
+        assert type(caught.value) is error
 
 
 def test_a_finished_wheelhouse_is_not_downloaded_again(tmp_path, small_wheelhouse):
