@@ -14,14 +14,14 @@ PLAY := $(RUN) ansible-playbook -i inventory/lab
 help:  ## show what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-$(VENV)/.done: requirements-dev.txt
-	@echo "tools: installing into $(VENV) with $(PYTHON)"
-	@$(PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "tools: installing python3-venv"; apt-get -qq update; apt-get -qq -y install python3-venv >/dev/null; }
-	@$(PYTHON) -m venv --clear $(VENV); $(VENV)/bin/pip install --quiet --disable-pip-version-check -r requirements-dev.txt
-	@touch $@
-
 .PHONY: tools
-tools: $(VENV)/.done  ## install the development tools
+tools:  ## install the development tools
+	@cmp -s requirements-dev.txt $(VENV)/requirements-dev.txt || { \
+	  echo "tools: installing into $(VENV) with $(PYTHON)"; \
+	  $(PYTHON) -c 'import ensurepip' 2>/dev/null || { apt-get -qq update; apt-get -qq -y install python3-venv >/dev/null; }; \
+	  $(PYTHON) -m venv --clear $(VENV); \
+	  $(VENV)/bin/pip install --quiet --disable-pip-version-check -r requirements-dev.txt; \
+	  cp requirements-dev.txt $(VENV)/; }
 
 .PHONY: demo
 demo:  ## two simulated Sparks, from nothing to a streamed token
@@ -51,18 +51,20 @@ unit: tools  ## pure functions and modules, no root, no network
 	@$(RUN) pytest tests/unit
 
 # The lab's vLLM, on this machine: its wheels are built for Python 3.11.
-VLLM_LOCK := locks/0.32.0-x86_64-cpu.txt
-$(VLLM_VENV)/.done: $(VENV)/.done $(VLLM_LOCK)
-	@echo "scheduler: installing vLLM into $(VLLM_VENV)"
-	@$(RUN) export UV_CACHE_DIR=.cache/uv; \
+VLLM_LOCK := 0.32.0-x86_64-cpu.txt
+.PHONY: vllm-venv
+vllm-venv: tools
+	@cmp -s locks/$(VLLM_LOCK) $(VLLM_VENV)/$(VLLM_LOCK) || { $(RUN) \
+	  echo "scheduler: installing vLLM into $(VLLM_VENV)"; \
+	  export UV_CACHE_DIR=.cache/uv; \
 	  wheels=$$(python3 lab/wheelhouse.py .cache | tail -n 1); \
 	  uv venv --quiet --clear --no-python-downloads --python 3.11 $(VLLM_VENV); \
-	  uv pip sync --quiet --python $(VLLM_VENV) --require-hashes --no-index --find-links "$$wheels" $(VLLM_LOCK); \
-	  uv pip install --quiet --python $(VLLM_VENV) $$(grep -E '^(pytest|hypothesis)==' requirements-dev.txt)
-	@touch $@
+	  uv pip sync --quiet --python $(VLLM_VENV) --require-hashes --no-index --find-links "$$wheels" locks/$(VLLM_LOCK); \
+	  uv pip install --quiet --python $(VLLM_VENV) $$(grep -E '^(pytest|hypothesis)==' requirements-dev.txt); \
+	  cp locks/$(VLLM_LOCK) $(VLLM_VENV)/; }
 
 .PHONY: scheduler
-scheduler: tools $(VLLM_VENV)/.done  ## the hotfix on the real scheduler of the installed vLLM
+scheduler: vllm-venv  ## the hotfix on the real scheduler of the installed vLLM
 	@$(RUN) tests/scheduler/run.sh
 
 .PHONY: molecule

@@ -65,9 +65,9 @@ def test_an_error_chunk_fails_though_the_status_is_200(api):
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        ([chunk("he")], "without \\[DONE\\]"),
-        ([], "without \\[DONE\\]"),
-        (["data: [DONE]"], "without any text"),
+        ([chunk("he")], r"without \[DONE\]"),
+        ([], r"without \[DONE\]"),
+        (["data: [DONE]"], r"without any text"),
         (["data: {broken", "data: [DONE]"], "no event"),
         (["data: 7", "data: [DONE]"], "no event"),
     ],
@@ -80,7 +80,7 @@ def test_a_stream_that_is_no_answer_fails(api, lines, words):
 
 def test_a_refusal_shows_its_status(api):
     api.status, api.lines = 404, ['{"error": "no such model"}']
-    with pytest.raises(ProbeError, match="HTTP 404.*no such model"):
+    with pytest.raises(ProbeError, match=r"HTTP 404.*no such model"):
         probe(api)
 
 
