@@ -133,6 +133,6 @@ def _run(python: str, script: str, wish: dict[str, Any], token: str, place: Plac
         raise ModelError(f"huggingface_hub ended with {done.returncode}: {''.join(said)[:300]}") from error
     if "error" in answer:
         remedy = REMEDIES.get(answer["error"], "run again; the download goes on where it stopped")
-        said = " ".join(str(answer["text"]).split())[:200]
-        raise ModelError(f"{wish['repo']} at {wish['revision']}: {remedy} ({answer['error']}: {said})")
+        text = " ".join(str(answer["text"]).split())[:200]
+        raise ModelError(f"{wish['repo']} at {wish['revision']}: {remedy} ({answer['error']}: {text})")
     return answer
