@@ -24,6 +24,10 @@ options:
   mtu: {description: MTU of the rails in bytes., type: int, default: 9000}
   netplan_file: {description: The netplan file that is ours., type: path, default: /etc/netplan/40-sparkpair.yaml}
   netplan: {description: Content of the netplan file., type: str, default: ''}
+  confirm_seconds:
+    description: When a plan that nobody confirmed is taken back.
+    type: int
+    default: 45
   journal:
     description: Where the state before is kept.
     type: path
@@ -56,6 +60,7 @@ SPEC = {
     "mtu": {"type": "int", "default": 9000},
     "netplan_file": {"type": "path", "default": "/etc/netplan/40-sparkpair.yaml"},
     "netplan": {"type": "str", "default": ""},
+    "confirm_seconds": {"type": "int", "default": 45},
     "journal": {"type": "path", "default": "/var/lib/sparkpair/fabric/journal.json"},
 }
 

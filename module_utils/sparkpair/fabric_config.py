@@ -23,7 +23,7 @@ from ansible.module_utils.sparkpair import fabric_guard
 from ansible.module_utils.sparkpair.fabric import FabricError
 from ansible.module_utils.sparkpair.fabric_files import FIREWALL_UNIT, find_block, with_block
 from ansible.module_utils.sparkpair.fabric_guard import GuardError, Run, inside, must, read_live, write_atomic
-from ansible.module_utils.sparkpair.fabric_managers import NETPLAN_FOLDERS
+from ansible.module_utils.sparkpair.fabric_managers import NETPLAN_FOLDERS, profile_file
 from ansible.module_utils.sparkpair.fabric_wanted import (
     HOSTS,
     UNIT_FILE,
@@ -43,9 +43,6 @@ from ansible.module_utils.sparkpair.plan import check_mtu
 
 SETTLE_SECONDS = 15.0
 """How long addresses may take to appear after `netplan apply`; a link that bounces needs about 5 seconds."""
-
-CONFIRM_SECONDS = 50.0
-"""When an unconfirmed plan is taken back: applying and proving take 40 s at most, and 60 s are promised."""
 
 
 @dataclass
@@ -92,7 +89,9 @@ def undo_commands(config: Config, wanted: Wanted) -> tuple[list[list[str]], list
     after += [["ufw", "delete", "allow", "in", "on", netdev] for netdev in wanted.ufw]
     if wanted.profiles:
         after.append(["nmcli", "connection", "reload"])
-        after += [["nmcli", "connection", "up", profile.uuid] for profile in wanted.profiles if profile.device]
+        # NetworkManager makes profiles that no file keeps by itself, and they wait long for DHCP.
+        lasting = [p for p in wanted.profiles if p.device and profile_file(p, config.root)]
+        after += [["nmcli", "--wait", "10", "connection", "up", profile.uuid] for profile in lasting]
     return before, after
 
 
@@ -156,7 +155,7 @@ def settle(config: Config, run: Run, seconds: float) -> None:
 def converge(config: Config, run: Run, check: bool, seconds: float = SETTLE_SECONDS) -> Outcome:
     """Make files, kernel settings and interfaces as planned; with `check` only tell what would change.
 
-    While the plan is not confirmed, a timer takes it back after `CONFIRM_SECONDS`. Raises FabricError when
+    While the plan is not confirmed, a timer takes it back after `confirm_seconds`. Raises FabricError when
     netplan refuses the plan (nothing was touched) or when applying it fails (all is again as it was before).
     """
     wanted = examine(config, run)
@@ -165,6 +164,7 @@ def converge(config: Config, run: Run, check: bool, seconds: float = SETTLE_SECO
         f"the NetworkManager profile {profile.name!r} on {profile.device or profile.bound} is taken over; "
         f"fabric_state=absent brings it back from {config.origin}"
         for profile in wanted.profiles
+        if profile_file(profile, config.root)
     ]
     if wanted.changes:
         validate(config, wanted.files, run)
@@ -172,7 +172,7 @@ def converge(config: Config, run: Run, check: bool, seconds: float = SETTLE_SECO
         return Outcome(wanted.changes, pending, said)
     try:
         save(config, wanted, run)
-        fabric_guard.arm(config.journal, inspect.getsource(fabric_guard), CONFIRM_SECONDS, run, config.root)
+        fabric_guard.arm(config.journal, inspect.getsource(fabric_guard), config.confirm_seconds, run, config.root)
         if wanted.changes:
             apply(config, wanted, run, seconds)
     except (ValueError, OSError) as error:
@@ -198,7 +198,7 @@ def confirm(config: Config, run: Run) -> None:
     journal = read_json(config.inside(config.journal))
     if not journal:
         raise FabricError(
-            f"the plan was taken back, because it was not confirmed within {CONFIRM_SECONDS:.0f} s: run again"
+            f"the plan was taken back, because it was not confirmed within {config.confirm_seconds} s: run again"
         )
     origin = read_json(config.inside(config.origin))
     merged = {"before": journal["before"], **origin}
@@ -278,6 +278,7 @@ def run_task(params: Mapping[str, Any], run: Run, check: bool) -> tuple[dict[str
         netplan_file=Path(params["netplan_file"]),
         netplan_text=params["netplan"],
         journal=journal,
+        confirm_seconds=params["confirm_seconds"],
         **{name: params[name] for name in ("rails", "rank", "names", "ports")},
     )
     if state == "present":

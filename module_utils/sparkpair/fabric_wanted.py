@@ -37,6 +37,9 @@ from ansible.module_utils.sparkpair.fabric_managers import (
     read_profiles,
 )
 
+CONFIRM_SECONDS = 45
+"""When an unconfirmed plan is taken back: applying and proving take 35 s at most, and 60 s are promised."""
+
 HOSTS = Path("/etc/hosts")
 SYSCTL_FILE = Path("/etc/sysctl.d/90-sparkpair-fabric.conf")
 FIREWALL_FILE = Path("/etc/sparkpair/fabric.nft")
@@ -65,6 +68,7 @@ class Config:
     rank: int = 0
     names: Sequence[str] = ()
     ports: Sequence[int] | None = None
+    confirm_seconds: int = CONFIRM_SECONDS
     root: Path = Path("/")
 
     @property

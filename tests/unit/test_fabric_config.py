@@ -225,7 +225,7 @@ def test_the_timer_is_armed_before_anything_changes_and_gone_after_the_confirmat
     converge(config, network, check=False)
     armed = next(i for i, call in enumerate(network.calls) if call.startswith("systemd-run"))
     assert armed < network.calls.index("netplan apply")
-    assert "--on-active=50 --timer-property=AccuracySec=1s" in network.calls[armed]
+    assert "--on-active=45 --timer-property=AccuracySec=1s" in network.calls[armed]
     assert "ConditionPathExists=/var/lib/sparkpair/fabric/journal.json" in config.inside(UNIT_FILE).read_text()
     confirm(config, network)
     assert network.calls[-3:-1] == [f"systemctl stop {TIMER}", f"systemctl disable --quiet {SERVICE}"]
@@ -236,7 +236,7 @@ def test_the_timer_is_armed_before_anything_changes_and_gone_after_the_confirmat
 def test_a_confirmation_that_comes_too_late_is_refused(config, network):
     converge(config, network, check=False)
     revert(config, network)
-    with pytest.raises(FabricError, match="not confirmed within 50 s"):
+    with pytest.raises(FabricError, match="not confirmed within 45 s"):
         confirm(config, network)
 
 
@@ -440,7 +440,7 @@ def test_a_leftover_profile_on_a_rail_is_taken_over_and_comes_back(config, netwo
     network.calls.clear()
     remove(config.journal, network, check=False, root=config.root)
     assert snapshot(config.root) == before
-    assert network.calls.index("nmcli connection reload") < network.calls.index(f"nmcli connection up {UUID}")
+    assert network.calls.index("nmcli connection reload") < network.calls.index(f"nmcli --wait 10 connection up {UUID}")
 
 
 def test_a_profile_that_ubuntu_keeps_as_a_netplan_file_is_taken_over(config, network):
