@@ -18,6 +18,9 @@ from ansible.module_utils.sparkpair.plan import PlanError, check_mtu, rail_plan
 # A QSFP cage is two PCIe functions, so two rails (public hardware reports; see docs/architecture.md).
 RAILS_PER_CAGE = 2
 PORT_RANGE = (1024, 65535)
+# Below a few cache blocks a prompt hardly moves; above the usual step budget the bound is none (measured on the
+# scheduler of 0.32: docs/decisions).
+MIXED_RANGE = (64, 8192)
 # What the serve role derives itself; a second value on one rank would wedge the pair.
 OWNED_OPTIONS = {
     "api-key": "serve_api_key",
@@ -37,6 +40,8 @@ OWNED_OPTIONS = {
 OWNED_VARIABLES = {
     "DSPARK_ISSUE43_SCHED_DIAG": "serve_sched_diag",
     "DSPARK_MAX_INFLIGHT_PREFILLS": "serve_max_inflight_prefills",
+    "DSPARK_MIXED_PREFILL_TOKENS": "serve_mixed_prefill_tokens",
+    "DSPARK_PREFILL_POLICY": "serve_prefill_policy",
     "GLOO_SOCKET_IFNAME": "the fabric stage",
     "NCCL_SOCKET_IFNAME": "the fabric stage",
     "VLLM_API_KEY": "serve_api_key",
@@ -105,6 +110,11 @@ def _cluster_rules(hosts: Sequence[str], values: Settings) -> list[str]:
         faults.append(
             f"found {len(hosts)} hosts in the group sparks with serve_tensor_parallel_size={ranks}, "
             f"expected as many hosts as ranks (each Spark has one GPU)"
+        )
+    if not MIXED_RANGE[0] <= int(values["serve_mixed_prefill_tokens"]) <= MIXED_RANGE[1]:
+        faults.append(
+            f"found serve_mixed_prefill_tokens={values['serve_mixed_prefill_tokens']}, "
+            f"expected {MIXED_RANGE[0]} to {MIXED_RANGE[1]} tokens"
         )
     for name in ("serve_port", "serve_master_port"):
         low, high = PORT_RANGE

@@ -113,6 +113,11 @@ def test_a_port_outside_the_range_is_refused(port):
     assert any("serve_port" in fault for fault in faults({"serve_port": port}))
 
 
+@pytest.mark.parametrize("tokens", [0, 63, 8193, "many"])
+def test_an_allowance_outside_the_range_is_refused(tokens):
+    assert any("serve_mixed_prefill_tokens" in fault for fault in faults({"serve_mixed_prefill_tokens": tokens}))
+
+
 def test_one_port_for_two_uses_is_refused():
     assert any("two ports" in fault for fault in faults({"serve_port": 9000, "serve_master_port": 9000}))
 
