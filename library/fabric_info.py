@@ -56,21 +56,8 @@ managers: {description: Who manages each rail (netplan NetworkManager networkd).
 foreign_addresses: {description: Addresses on rails that are not of the plan., type: dict, returned: always}
 """
 
-import json
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
-
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.sparkpair.fabric import Port, peer_addresses, read_fabric
-from ansible.module_utils.sparkpair.fabric_managers import managers
-from ansible.module_utils.sparkpair.fabric_probe import probe, resolve
-
-
-def ip_json(module: AnsibleModule, *command: str) -> list[dict[str, Any]]:
-    """Output of `ip -j`; the module fails when the command does."""
-    _, out, _ = module.run_command(["ip", "-j", *command], check_rc=True)
-    return list(json.loads(out or "[]"))
+from ansible.module_utils.sparkpair.fabric_reader import read_node
 
 
 def main() -> None:
@@ -89,27 +76,16 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    p = module.params
-    links = ip_json(module, "addr")
-    routes = ip_json(module, "route") + ip_json(module, "-6", "route", "show", "default")
-    prefix = f"{p['node']}: " if p["node"] else ""
-    plan = {key: p[key] for key in ("subnet", "rank", "names", "hosts", "cage", "ring")}
-
-    def ask(ports: Sequence[Port]) -> dict[str, set[str]]:
-        peers = peer_addresses(p["subnet"], p["rank"], p["names"], p["hosts"])
-        seen: dict[str, set[str]] = probe({port.netdev: port.mac for port in ports if port.mac}, resolve(peers))
-        return seen
-
+    prefix = f"{module.params['node']}: " if module.params["node"] else ""
     try:
-        fabric = read_fabric(Path(p["sysfs_root"]), links, routes, probe=ask, **plan)
+        found = read_node(module.params, module.run_command)
     except ValueError as error:
         module.fail_json(msg=f"{prefix}{error}")
-    if fabric.problems and not p["allow_degraded"]:
-        module.fail_json(msg=f"{prefix}{'; '.join(fabric.problems)}", **fabric.as_dict())
-    for problem in fabric.problems:
+    if found["problems"] and not module.params["allow_degraded"]:
+        module.fail_json(msg=f"{prefix}{'; '.join(found['problems'])}", **found)
+    for problem in found["problems"]:
         module.warn(f"{prefix}{problem}")
-    rails = {rail.netdev: rail.mac for rail in fabric.rails}
-    module.exit_json(changed=False, managers=managers(Path("/"), rails, module.run_command), **fabric.as_dict())
+    module.exit_json(changed=False, **found)
 
 
 if __name__ == "__main__":

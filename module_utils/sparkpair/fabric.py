@@ -44,12 +44,23 @@ class FabricError(ValueError):
 
 
 @dataclass(frozen=True)
+class Gid:
+    """One GID of an RDMA port: its index, its text, "RoCE v2" or "IB/RoCE v1", and the interface that it is for."""
+
+    index: int
+    gid: str
+    type: str
+    netdev: str
+
+
+@dataclass(frozen=True)
 class Port:
     """One network interface of the adapter.
 
     `carrier` is None when the kernel does not tell, which it does only for an interface that is up.
     `speed` is in Mb/s, `mtu` in bytes, `link_width` in PCIe lanes; None when unknown. `addresses` are IPv4
-    with prefix length. `hca` is the RDMA device on the same PCI function.
+    with prefix length. `hca` is the RDMA device on the same PCI function, `port_state` ("ACTIVE"), `link_layer` and
+    `gids` are what it says of its port; `switch_id` is the same for twins.
     """
 
     netdev: str
@@ -63,6 +74,11 @@ class Port:
     link_width: int | None
     mac: str | None
     addresses: tuple[str, ...]
+    link_speed: str | None = None
+    switch_id: str | None = None
+    port_state: str | None = None
+    link_layer: str | None = None
+    gids: tuple[Gid, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -135,6 +151,25 @@ def rdma_devices(sysfs_root: Path) -> dict[str, str]:
     }
 
 
+def rdma_port(sysfs_root: Path, hca: str | None) -> dict[str, Any]:
+    """State, link layer and GIDs of the only port of an RDMA device; empty slots of its GID table are left out."""
+    if hca is None:
+        return {}
+    port = sysfs_root / "class/infiniband" / hca / "ports/1"
+    slots = sorted((slot for slot in entries(port / "gids") if slot.name.isdigit()), key=lambda slot: int(slot.name))
+    gids = [
+        Gid(int(slot.name), gid, kind, attribute(port / "gid_attrs/ndevs" / slot.name) or "")
+        for slot in slots
+        if (gid := attribute(slot)) and (kind := attribute(port / "gid_attrs/types" / slot.name))
+    ]
+    state = attribute(port / "state")
+    return {
+        "port_state": state.split(": ")[-1] if state else None,
+        "link_layer": attribute(port / "link_layer"),
+        "gids": tuple(gids),
+    }
+
+
 def default_route_interfaces(routes: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """Interfaces of the default routes in the output of `ip -j route`, several paths included."""
     hops = [hop for route in routes if route.get("dst") == "default" for hop in (route, *route.get("nexthops", []))]
@@ -170,6 +205,9 @@ def read_ports(sysfs_root: Path, links: Sequence[Mapping[str, Any]]) -> list[Por
                 link_width=number(net / "device/current_link_width"),
                 mac=attribute(net / "address"),
                 addresses=ipv4_addresses(link),
+                link_speed=attribute(net / "device/current_link_speed"),
+                switch_id=attribute(net / "phys_switch_id"),
+                **rdma_port(sysfs_root, hcas.get(net.name)),
             )
         )
     return ports

@@ -75,6 +75,21 @@ def test_planned_addresses_of_every_rank(node):
     assert fabric.as_dict()["rails"][1]["addresses_by_rank"][2] == "192.168.177.3"
 
 
+def test_everything_that_sysfs_says_of_a_port(node):
+    fabric = node(spark_ports(0))
+    port, dark = fabric.cages["p0"][1], fabric.cages["p1"][1]
+    assert (port.link_width, port.link_speed, port.port_state, port.link_layer) == (
+        4, "32.0 GT/s PCIe", "ACTIVE", "Ethernet",
+    )  # fmt: skip
+    assert port.switch_id == fabric.cages["p0"][0].switch_id == "4cbb47000001"
+    assert (dark.port_state, dark.hca) == ("DOWN", "roceP2p1s0f1")
+    assert [(gid.index, gid.type, gid.netdev) for gid in port.gids] == [
+        (slot, "RoCE v2" if slot % 2 else "IB/RoCE v1", "enP2p1s0f0np0") for slot in range(4)
+    ]
+    assert port.gids[3].gid == "0000:0000:0000:0000:0000:ffff:c0a8:b101"
+    assert fabric.as_dict()["cages"]["p0"][1]["gids"][3]["index"] == 3
+
+
 @pytest.mark.parametrize("empty_folder", [True, False])
 def test_hot_removed_is_no_cable_and_not_a_driver_failure(tmp_path, empty_folder):  # S2
     if empty_folder:
