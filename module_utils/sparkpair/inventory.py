@@ -52,6 +52,9 @@ MEND = "edit the inventory (group_vars/sparks.yml) and run the playbook again"
 Specs = Mapping[str, Mapping[str, Mapping[str, Any]]]
 Settings = Mapping[str, Any]
 
+UNUSABLE = "unusable"
+"""What the role passes instead of a secret that is not 16 or more printable ASCII characters without blanks."""
+
 
 def check(
     host: str, hosts: Sequence[str], settings: Settings, specs: Specs, addresses: Sequence[str]
@@ -76,7 +79,7 @@ def check(
         values.update(result.validated_parameters)
     if not faults:
         faults = [
-            *_cluster_rules(hosts, values),
+            *_cluster_rules(hosts, values, addresses),
             *_fabric_rules(values, len(hosts), addresses),
             *_engine_rules(values),
             *_api_rules(values),
@@ -101,8 +104,10 @@ def _unknown_names(settings: Settings, specs: Specs) -> list[str]:
     return faults
 
 
-def _cluster_rules(hosts: Sequence[str], values: Settings) -> list[str]:
+def _cluster_rules(hosts: Sequence[str], values: Settings, addresses: Sequence[str]) -> list[str]:
     faults = []
+    for address in sorted({a for a in addresses if list(addresses).count(a) > 1}):
+        faults.append(f"found ansible_host {address} on more than one host, expected an address for each Spark")
     ranks = int(values["serve_tensor_parallel_size"])
     if len(hosts) < 2:
         faults.append(f"found {len(hosts)} host in the group sparks, expected at least 2: one line for each Spark")
@@ -169,6 +174,8 @@ def _engine_rules(values: Settings) -> list[str]:
 
 def _api_rules(values: Settings) -> list[str]:
     bind, key = str(values["serve_bind"]), values.get("serve_api_key")
+    if key == UNUSABLE:
+        return ["found a serve_api_key that is short or odd, expected 16 or more printable characters without blanks"]
     try:
         local = ipaddress.ip_address(bind).is_loopback
     except ValueError:
