@@ -69,7 +69,3 @@ def wait(what, seconds: float) -> float:
         assert time.monotonic() - started < seconds, f"still not so after {seconds} s"
         time.sleep(0.1)
     return time.monotonic() - started
-
-
-def reset() -> None:
-    lab("reset")
