@@ -238,7 +238,7 @@ def require_space(root: Path, size: int, present: int = 0) -> None:
     if free < wanted:
         raise ModelError(
             f"{root} has {free / 1e9:.1f} GB free, the weights want {wanted / 1e9:.1f} GB; "
-            "free space there or set model_root"
+            "free space there or mount a larger disk there"
         )
 
 
