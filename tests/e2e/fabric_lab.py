@@ -7,7 +7,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from test_demo import LAB_DIR, ROOT, lab
+from test_demo import LAB_DIR, ROOT
 
 IDENT = os.environ.get("LAB_ID") or "sparkpair"
 STATE = Path(LAB_DIR) if "LAB_DIR" in os.environ or IDENT == "sparkpair" else ROOT / ".lab" / IDENT
