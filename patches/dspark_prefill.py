@@ -301,7 +301,7 @@ class StrictGate(Gate):
         record = {
             "live": len(self.demand),
             "running": len(running),
-            "partial": len(self.partial) if self.seen >= 0 else None,
+            "partial": len(self.partial if self.seen >= 0 else partial_prefills(self.scheduler.running)),
             "tracked": None if tracked is None else len(tracked),
             "cap": self.settings.cap,
             "prefill": {r: n for r, n in scheduled.items() if r not in decode},
