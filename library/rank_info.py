@@ -49,7 +49,7 @@ digests: {description: "env, scheduler and model on disk", type: dict, returned:
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.sparkpair import rank
+from ansible.module_utils.sparkpair import digests, rank
 
 
 def main() -> None:
@@ -86,7 +86,7 @@ def main() -> None:
         system=rank.read_system(),
         vllm=rank.read_vllm_version(Path(p["root"])),
         scheduler=rank.find_cap(log),
-        digests=rank.read_digests(Path(p["root"]), Path(p["model"])),
+        digests=digests.read_digests(Path(p["root"]), Path(p["model"])),
     )
 
 

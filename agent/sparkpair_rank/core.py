@@ -543,9 +543,7 @@ class Agent:
         else:
             self._end(now, Cause(why, 0.0), crash=False, graceful=True)
 
-    def _end(
-        self, now: Seconds, cause: Cause, crash: bool, graceful: bool = False, evidence: bool = False
-    ) -> None:
+    def _end(self, now: Seconds, cause: Cause, crash: bool, graceful: bool = False, evidence: bool = False) -> None:
         """No rank runs this generation any more."""
         run = self._run
         self.end_reason, self.drain_for, self.probing = cause.text, "", ""
