@@ -15,6 +15,7 @@ options:
     required: true
   want: {description: Variables that every process of the pair must have, type: dict, default: {}}
   patched: {description: Whether the hotfix must be in force, type: bool, default: true}
+  api: {description: "Where the head's API may listen, as address:port", type: str, default: ""}
   strict: {description: Fail when anything is not proven, type: bool, default: true}
   dest: {description: File for the report as JSON; empty for none, type: str, default: ""}
 attributes:
@@ -50,6 +51,7 @@ def main() -> None:
             "results": {"type": "dict", "required": True},
             "want": {"type": "dict", "default": {}},
             "patched": {"type": "bool", "default": True},
+            "api": {"type": "str", "default": ""},
             "strict": {"type": "bool", "default": True},
             "dest": {"type": "str", "default": ""},
         },
@@ -57,7 +59,7 @@ def main() -> None:
     )
     p = module.params
     nodes = {name: {part: found[rank] for part, found in p["results"].items()} for rank, name in enumerate(p["nodes"])}
-    faults = faults_of(nodes, {name: str(value) for name, value in p["want"].items()}, p["patched"])
+    faults = faults_of(nodes, {name: str(value) for name, value in p["want"].items()}, p["patched"], p["api"])
     shown = table(nodes, faults)
     if p["dest"] and not module.check_mode:
         report = {"serving": not faults, "faults": faults, "nodes": nodes}

@@ -27,6 +27,7 @@ OWNED_OPTIONS = {
     "host": "serve_bind",
     "master-addr": "fabric_subnet",
     "master-port": "serve_master_port",
+    "middleware": "nothing: the guard of the keys",
     "model": "model_name and model_source or model_repo",
     "nnodes": "the hosts of the group sparks",
     "node-rank": "the order of the hosts",
@@ -39,6 +40,7 @@ OWNED_VARIABLES = {
     "DSPARK_MAX_INFLIGHT_PREFILLS": "serve_max_inflight_prefills",
     "GLOO_SOCKET_IFNAME": "the fabric stage",
     "NCCL_SOCKET_IFNAME": "the fabric stage",
+    "PYTHONPATH": "nothing: the agent sets it",
     "VLLM_API_KEY": "serve_api_key",
     "VLLM_HOST_IP": "the fabric stage",
 }
@@ -106,12 +108,14 @@ def _cluster_rules(hosts: Sequence[str], values: Settings) -> list[str]:
             f"found {len(hosts)} hosts in the group sparks with serve_tensor_parallel_size={ranks}, "
             f"expected as many hosts as ranks (each Spark has one GPU)"
         )
-    for name in ("serve_port", "serve_master_port"):
+    ports = {name: int(values[name]) for name in ("serve_port", "serve_master_port", "serve_agent_port")}
+    for name in ports:
         low, high = PORT_RANGE
         if not low <= int(values[name]) <= high:
             faults.append(f"found {name}={values[name]}, expected a port from {low} to {high}")
-    if values["serve_port"] == values["serve_master_port"]:
-        faults.append(f"found serve_port and serve_master_port both {values['serve_port']}, expected two ports")
+    if len(set(ports.values())) < len(ports):
+        shown = ", ".join(f"{name}={port}" for name, port in ports.items())
+        faults.append(f"found {shown}, expected a port of its own for each")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(values.get("model_name", ""))):
         faults.append(
             f"found model_name={values.get('model_name')!r}, expected letters, digits, dot, dash or underscore"

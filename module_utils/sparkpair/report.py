@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ansible.module_utils.sparkpair.agent import open_listeners
 from ansible.module_utils.sparkpair.rank import expected_differences
 
 Node = Mapping[str, Any]
@@ -75,17 +76,29 @@ ROWS: Sequence[tuple[str, Callable[[Node], str], bool]] = (
     ("hotfix", _or_error("hotfix", lambda part: f"{part['status']} {part['digest'][:12]}".strip()), True),
     ("model", _or_error("rank_info", lambda part: str(part["digests"]["model"] or "none")), True),
     ("serve", _or_error("rank_info", _unit), False),
+    ("agent", _or_error("rank_info", lambda part: str(part["agent"]["text"])), False),
     ("cap in force", _or_error("rank_info", _cap), False),
 )
 
 
-def faults_of(nodes: Mapping[str, Node], want: Mapping[str, str], patched: bool) -> list[str]:
+def _listeners(name: str, node: Node, api: str) -> list[str]:
+    part, fabric = node["rank_info"], node.get("fabric") or {}
+    own = [address for rail in fabric.get("rails", []) for address in rail["addresses_by_rank"]]
+    return [
+        f"{name}: found a process of the rank listening on {entry}, expected loopback, the fabric or the API alone: "
+        f"playbooks/serve.yml, or stop what opened it"
+        for entry in open_listeners(part["listeners"], own, api, part["closed_ports"])
+    ]
+
+
+def faults_of(nodes: Mapping[str, Node], want: Mapping[str, str], patched: bool, api: str = "") -> list[str]:
     """What keeps the pair from being proven, as sentences with the command that mends it.
 
     `nodes` in rank order, `want` the variables that every process must have, `patched` whether the hotfix must
-    be in force.
+    be in force, `api` where the head's API may listen, as address:port.
     """
     faults: list[str] = []
+    head = next(iter(nodes))
     for name, node in nodes.items():
         part = node.get("rank_info")
         if error := read_error(part):
@@ -96,12 +109,14 @@ def faults_of(nodes: Mapping[str, Node], want: Mapping[str, str], patched: bool)
             faults.append(f"{name}: found the rank {part['unit']['ActiveState']}, expected active: {RESTART}")
         elif all(process["env"] is None for process in part["processes"]):
             faults.append(f"{name}: found no process of the rank, expected vllm serve: {RESTART}")
+        if not part["agent"]["serving"]:
+            faults.append(f"{name}: found the agent saying '{part['agent']['text']}', expected it to serve: {RESTART}")
+        faults += _listeners(name, node, api if name == head else "")
         faults += [f"{name}: {text}: {RESTART}" for text in expected_differences(want, part["processes"])]
         status = str((node.get("hotfix") or {}).get("status", read_error(node.get("hotfix"))))
         if patched and status not in ("patched", "not-needed"):
             faults.append(f"{name}: found the scheduler {status}, expected patched: playbooks/hotfix.yml")
     faults += _drift(nodes)
-    head = next(iter(nodes))
     part = nodes[head].get("rank_info") or {}
     if patched and not read_error(part) and part["unit"]["ActiveState"] == "active":
         cap = str((part.get("scheduler") or {}).get("cap", "none"))
