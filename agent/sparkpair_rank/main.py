@@ -202,6 +202,7 @@ class Shell:
             os.close(self.group.pipe)
             self.group.pipe = -1
         self.ending, self.group.main = None, 0
+        self.say(f"generation {self.group.generation}: nothing is left of rank {self.rank}")
         self.events.put(core.Gone(self.group.generation, self.group.cause()))
 
     # Questions from threads.

@@ -29,7 +29,7 @@ NOISE = re.compile(
 """What a rank says when it lost another one; the fault is elsewhere."""
 PERCENT = re.compile(r"(\d+)% Completed")
 STAGES = (
-    (re.compile(r"torch\.compile|Compiling"), "compiling"),
+    (re.compile(r"Start compiling|torch\.compile takes"), "compiling"),
     (re.compile(r"[Cc]aptur\w+ (CUDA|cuda) ?[Gg]raph"), "capturing graphs"),
     (re.compile(r"init_process_group|world_size=\d+ rank="), "joining the other ranks"),
     (re.compile(r"Starting to load model"), "loading 0 %"),

@@ -15,30 +15,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import ROOT, lab, play, run
 
-ROOT = Path(__file__).resolve().parents[2]
 MODULE_RUNS = 40
 """Most tasks that a converged run may need on one host."""
 REBOOT_S = 240
 """Longest time from a reboot of both nodes to a served token; 44 s of it is vLLM's own start (measured)."""
-
-
-def run(*command: str, check: bool = True, cwd: Path = ROOT, **variables: str) -> str:
-    """Run a command in the repository and return what it printed; fails with all of it."""
-    done = subprocess.run(
-        command, cwd=cwd, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, **variables},
-    )  # fmt: skip
-    assert not check or done.returncode == 0, f"{' '.join(command)}: exit {done.returncode}\n{done.stdout[-6000:]}"
-    return done.stdout
-
-
-def lab(*verb: str) -> str:
-    return run(sys.executable, "lab/lab.py", *verb)
-
-
-def play(playbook: str, *arguments: str, inventory: str = "inventory/lab", check: bool = True, **variables: str) -> str:
-    return run("ansible-playbook", "-i", inventory, playbook, *arguments, check=check, **variables)
 
 
 def recap(output: str) -> dict[str, dict[str, int]]:
@@ -49,16 +31,6 @@ def recap(output: str) -> dict[str, dict[str, int]]:
 
 def changed(output: str) -> set[int]:
     return {counts["changed"] for counts in recap(output).values()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fresh_lab():
-    """Fresh nodes for this module; afterwards the lab is gone without a trace."""
-    lab("down")
-    lab("up")
-    yield
-    lab("down")
-    assert "nothing is left" in lab("leftovers")
 
 
 def test_a_check_of_fresh_nodes_passes_and_predicts_changes():
