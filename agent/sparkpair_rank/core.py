@@ -1,4 +1,4 @@
-"""What an agent does, without input or output: events in, actions out. See docs/decisions/0008 for the shape.
+"""What an agent does, without input or output: events in, actions out. docs/decisions says why it is so.
 
 One agent runs on each node. The one of rank 0 leads: it sends an *order* (run generation G, or run nothing), the others
 send back their *status*. Both are complete snapshots that are sent again and again, so a lost or doubled message does

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, lab, play
+from conftest import ROOT, play
 
 FULL = os.environ.get("CHAOS") == "full"
 NODES = ("spark-a", "spark-b")

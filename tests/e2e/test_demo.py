@@ -128,7 +128,7 @@ A, B = "10.77.0.1", "10.77.0.2"
         ({}, {"fabric_subnet": "10.77.0.0/23"}, "overlaps"),
         ({}, {"fabric_subnet": "192.168.176.1/23"}, "is an address in a network"),
         ({}, {"fabric_subnet": "rails"}, "is not a network"),
-        ({}, {"serve_bind": "0.0.0.0"}, "without serve_api_key"),
+        ({}, {"serve_bind": "everywhere"}, "expected an IP address"),
         ({"spark_a": A, "spark_b": "10.77.0.9"}, {}, "spark-b: found no SSH connection"),
         ({}, {"ansible_become_password": "wrong"}, "--ask-become-pass"),
     ],
