@@ -32,6 +32,8 @@ class World:
         self.stop_takes = stop_takes
         self.answers = {"ready": "ok", "warmup": "ok", "canary": "ok"}
         self.delays = [0.01, 0.01]
+        self.slow: dict[int, float] = {}
+        """Worker rank to what all its messages are late by, beside the rail's delay."""
         self.cut: set[tuple[int, int]] = set()
         self.wires: list[tuple[float, int, int, core.Event]] = []
         self.probes: list[tuple[float, core.Event]] = []
@@ -64,7 +66,7 @@ class World:
     def send(self, source: int, to: int, event: core.Event) -> None:
         for rail, delay in enumerate(self.delays):
             if (min(source, to) or max(source, to), rail) not in self.cut:
-                self.wires.append((self.now + delay, rail, to, event))
+                self.wires.append((self.now + delay + self.slow.get(max(source, to), 0.0), rail, to, event))
 
     def speak(self) -> None:
         """Every agent sends its snapshot."""

@@ -284,6 +284,19 @@ def test_late_results_of_an_old_generation_are_ignored(world):
     assert spawned(world, 0) == [1, 2]
 
 
+@pytest.mark.parametrize("late", [0.5, 1.0, 2.0, 3.0])
+def test_an_old_status_that_says_stopped_starts_nothing(late):
+    """Rank 1 is far away: what the leader knows of it is old. Rank 2 dies as soon as it starts, again and again."""
+    world = World(3, stop_takes=1.5)
+    world.slow = {1: late}
+    for _ in range(600):
+        world.step()
+        if world.nodes[2].alive and len(world.head.crashes) < 3:
+            world.die(2)
+    world.head.crashes.clear()
+    world.until_serving(120)
+
+
 class Faults(RuleBasedStateMachine):
     """Crashes, cuts, delays and stops in any order. Two generations are never alive together, and well nodes serve."""
 
@@ -318,6 +331,19 @@ class Faults(RuleBasedStateMachine):
     def delay(self, slow, rail):
         self.world.delays[rail] = slow
 
+    @rule(rank=st.integers(1, 2), late=st.sampled_from([0.0, 0.7, 2.5]))
+    def far(self, rank, late):
+        self.world.slow[rank] = late
+
+    @rule(rank=st.integers(0, 2))
+    def start_and_die_at_once(self, rank):
+        before = self.world.nodes[rank % self.ranks].alive
+        for _ in range(30):
+            self.world.step()
+            if self.world.nodes[rank % self.ranks].alive - before:
+                return self.world.die(rank % self.ranks)
+        return None
+
     @rule(kind=st.sampled_from(["ready", "warmup", "canary"]), answer=st.sampled_from(["ok", "late", "broken"]))
     def answers(self, kind, answer):
         self.world.answers[kind] = answer
@@ -343,7 +369,7 @@ class Faults(RuleBasedStateMachine):
     def all_is_well_again(self):
         """Mend everything: the group must serve within the time that the rules allow."""
         world = self.world
-        world.cut, world.delays = set(), [0.01, 0.01]
+        world.cut, world.delays, world.slow = set(), [0.01, 0.01], {}
         world.answers = dict.fromkeys(world.answers, "ok")
         world.metrics = (0, "0")
         for rank, node in enumerate(world.nodes):
