@@ -133,3 +133,9 @@ def test_one_port_for_two_uses_is_refused():
 def test_the_longest_role_name_owns_a_variable():
     assert owner("vllm_env_lock", ["vllm", "vllm_env"]) == "vllm_env"
     assert owner("ansible_host", ["serve"]) is None
+
+
+def test_a_rendezvous_that_the_firewall_leaves_open_is_refused():
+    assert any("outside fabric_closed_ports" in fault for fault in faults({"serve_master_port": 26000}))
+    assert faults({"serve_master_port": 26000, "fabric_closed_ports": [26000]}) == []
+    assert faults({"serve_master_port": 26000, "fabric_firewall": False}) == []

@@ -112,7 +112,7 @@ RAILS = [
 ]
 
 
-RENDERED = ("rank.env", "sparkpair-rank.service", "engine.yaml", "agent.json", "fabric-only.nft")
+RENDERED = ("rank.env", "sparkpair-rank.service", "engine.yaml", "agent.json")
 
 
 def render(rank: int, tmp_path: Path, **settings: object) -> dict[str, str]:
@@ -163,7 +163,6 @@ def test_both_ranks_render_with_the_cap_and_their_own_addresses(tmp_path):
         assert agent["rails"] == [rail["addresses_by_rank"] for rail in RAILS]
         assert agent["fatal"][1] == "/sys/class/net/enP2p1s0f0np0/device/aer_dev_fatal"
         core.Limits(**agent["limits"])
-        assert 'iifname { "lo", "enp1s0f0np0", "enP2p1s0f0np0" } accept' in made["fabric-only.nft"]
         assert yaml.safe_load(made["engine.yaml"])["master-addr"] == "192.168.176.1"
     same = [(tmp_path / str(rank) / "engine.yaml").read_text() for rank in (0, 1)]
     assert same[0] == same[1]
