@@ -143,7 +143,9 @@ class Links:
             limit = silence if wire.proven else GREETING_S
             if now - max(wire.heard, wire.opened) > limit:
                 self.drop(wire, "silent", told=False)
-        for rail in range(len(self.rails)):
+        for rail, by_rank in enumerate(self.rails):
+            if not by_rank[0] or not by_rank[self.rank]:
+                continue  # in a ring a rail joins two nodes, and an address of the others is empty
             if self.leads:
                 if rail not in self.listeners:
                     self._listen(rail)

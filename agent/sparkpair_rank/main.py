@@ -98,7 +98,9 @@ class Shell:
         peers = range(1, len(self.names)) if self.rank == 0 else [0]
         rails = {
             self.names[peer]: {
-                str(rail): heard.get(peer, {}).get(rail, limit) < limit for rail in range(len(self.config["rails"]))
+                str(rail): heard.get(peer, {}).get(rail, limit) < limit
+                for rail, by_rank in enumerate(self.config["rails"])
+                if by_rank[0] and by_rank[peer or self.rank]
             }
             for peer in peers
         }

@@ -131,8 +131,8 @@ def _cluster_rules(hosts: Sequence[str], values: Settings, addresses: Sequence[s
     closed = values["fabric_closed_ports"]
     if values["fabric_firewall"] and ports["serve_master_port"] not in closed:
         faults.append(
-            f"found serve_master_port={ports['serve_master_port']} outside fabric_closed_ports {closed}, expected it in "
-            f"there: the rendezvous listens on every address"
+            f"found serve_master_port={ports['serve_master_port']} outside fabric_closed_ports {closed}, "
+            f"expected it there: the rendezvous listens on every address"
         )
     if len(set(ports.values())) < len(ports):
         shown = ", ".join(f"{name}={port}" for name, port in ports.items())

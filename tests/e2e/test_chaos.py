@@ -252,6 +252,28 @@ def test_a_stop_on_one_node_stops_the_group_until_that_node_starts_again():
     wait_for(lambda: serving(generation), AGAIN_S, "started")
 
 
+def test_an_option_that_vllm_refuses_leaves_the_old_ones_serving():
+    wait_for(serving, AGAIN_S, "serving")
+    before = state("spark-a")
+    options = {
+        "serve_engine_args": {"max-model-len": 32768, "dtype": "float32", "enforce-eager": True, "max-modle-len": 3}
+    }
+    output = play("playbooks/serve.yml", "-e", json.dumps(options), check=False)
+    assert "the installed vLLM refuses" in output and "max-modle-len" in output, output[-3000:]
+    assert not re.search(r"changed=[1-9]", output)
+    after = state("spark-a")
+    assert after["serving"] and after["generation"] == before["generation"]
+
+
+@pytest.mark.skipif(not FULL, reason="make chaos")
+def test_a_changed_setting_restarts_the_pair_once():
+    wait_for(serving, AGAIN_S, "serving")
+    for cap in ("1", "2"):
+        before = state("spark-a")["generation"]
+        play("playbooks/serve.yml", "-e", f"serve_max_inflight_prefills={cap}")
+        assert serving() and [state(name)["generation"] for name in NODES] == [before + 1, before + 1]
+
+
 def test_the_agents_cost_little_while_idle():
     wait_for(serving, AGAIN_S, "serving")
     before = {name: state(name)["cpu_s"] for name in NODES}
