@@ -196,7 +196,7 @@ class Shell:
         # The main process ends its children; once it is gone, nobody will end what is left.
         if graceful and process_state(self.group.main) not in ("", "Z"):
             return
-        if not self.group.kill_all():
+        if not self.group.kill_all() or not self.group.reap():
             return
         self._output(0)
         if self.group.pipe >= 0:

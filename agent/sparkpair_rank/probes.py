@@ -47,8 +47,8 @@ def ask(api: Api, method: str, path: str, body: Mapping[str, Any] | None, within
         connection.request(method, path, json.dumps(body) if body is not None else None, headers)
         answer = connection.getresponse()
         text = answer.read().decode("utf-8", errors="replace")
-    except ConnectionRefusedError:
-        return "refused", f"nothing listens on {api.host}:{api.port}"
+    except (ConnectionRefusedError, ConnectionResetError) as error:
+        return "refused", f"{path}: nothing listens on {api.host}:{api.port}: {error or type(error).__name__}"
     except TimeoutError:
         return "late", f"no answer to {path} within {within:.0f} s"
     except (OSError, http.client.HTTPException) as error:

@@ -260,15 +260,19 @@ class Group:
             with suppress(ProcessLookupError):
                 os.kill(self.main, signal.SIGTERM)
 
-    def reap(self) -> None:
-        """Collect children that ended, also those that lost their parent."""
+    def reap(self) -> bool:
+        """Collect children that ended, also those that lost their parent; whether none is left.
+
+        A process leaves its cgroup's list when it begins to end, while its port and its memory are still taken
+        (measured: the next API server was answered by the old one's socket). A child is gone when it was waited for.
+        """
         while True:
             try:
                 info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
-                return
+                return True
             if info is None or info.si_pid in self.spared:
-                return
+                return False
             with suppress(ChildProcessError):
                 os.waitpid(info.si_pid, 0)
 

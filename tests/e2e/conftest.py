@@ -30,7 +30,7 @@ def play(playbook: str, *arguments: str, inventory: str = "inventory/lab", check
     return run("ansible-playbook", "-i", inventory, playbook, *arguments, check=check, **variables)
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="session")
 def fresh_lab():
     """Fresh nodes for all tests; afterwards the lab is gone without a trace. KEEP_LAB=1 uses and keeps what runs."""
     if os.environ.get("KEEP_LAB"):

@@ -118,7 +118,7 @@ TABLE: list[str] = []
 
 
 @pytest.fixture(scope="module", autouse=True)
-def pair():
+def pair(fresh_lab):
     """A pair that serves; afterwards the table of what was measured."""
     if not serving():
         play("site.yml")

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from conftest import ROOT, lab, play, run
 
+pytestmark = pytest.mark.usefixtures("fresh_lab")
 MODULE_RUNS = 40
 """Most tasks that a converged run may need on one host."""
 REBOOT_S = 240
