@@ -212,8 +212,8 @@ def test_the_pair_comes_back(drill):
     seen = first(entries, rf"generation {generation} ends|generation {generation}: ending", at)
     gone = [e for e in entries if e[0] >= at and f"generation {generation}: nothing is left" in e[2]]
     stopped = max((e[0] for e in gone), default=at) - at
-    token = first(entries, "first completion", at)
-    start = [float(m[1]) for _, _, text in entries if (m := re.search(r"first completion ([\d.]+) s after", text))]
+    token = first(entries, "^first completion", at)
+    start = [float(m[1]) for _, _, text in entries if (m := re.search(r"^first completion ([\d.]+) s after", text))]
     assert token is not None and start
     shown = "-" if seen is None else f"{seen:.1f}"
     TABLE.append(f"{drill.name:34}{shown:>8}{stopped:>9.1f}{token:>8.1f}{start[-1]:>8.1f}")
