@@ -51,7 +51,7 @@ import os
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.sparkpair.facts import read_facts
+from ansible.module_utils.sparkpair.facts import read_facts, tolerant
 from ansible.module_utils.sparkpair.known_bad import KnownBadError, judge, log_patterns, parse
 from ansible.module_utils.sparkpair.node import read_node
 
@@ -72,7 +72,7 @@ def main() -> None:
         entries = parse(p["known_bad"], p["accepted"])
     except KnownBadError as error:
         module.fail_json(msg=f"known_bad.yml or preflight_known_bad: {error}")
-    facts = read_facts(module.run_command, log_patterns(entries), sysfs=Path(p["sysfs_root"]))
+    facts = read_facts(tolerant(module.run_command), log_patterns(entries), sysfs=Path(p["sysfs_root"]))
     login = int(os.environ.get("SUDO_UID", str(os.getuid())))
     node = {**read_node(p["paths"], p["users"]), "uid": login, **facts}
     module.exit_json(changed=False, node=node, known_bad=[hit.as_dict() for hit in judge(entries, node)])

@@ -29,7 +29,8 @@ FILES = ("/etc/nccl.conf", "/etc/sparkpair/rank.env")
 """Configuration files whose text is a fact."""
 
 GPU_FIELDS = ("name", "driver_version", "power.draw", "utilization.gpu", "clocks.sm")
-GPU_QUERY = ("nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits")
+# A driver that is stuck in the kernel lets nvidia-smi wait for ever.
+GPU_QUERY = ("timeout", "20", "nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits")
 
 PACKAGES = ("nvidia-driver-*", "libnvidia-compute-*", "cuda-toolkit-1*", "libnccl2", "libnccl-dev")
 PACKAGE_QUERY = ("dpkg-query", "-W", "-f", "${Package} ${Version} ${db:Status-Abbrev}\n", *PACKAGES)
@@ -43,6 +44,18 @@ LISTEN = "0A"
 
 class FactsError(ValueError):
     """Output of a tool that is not what it prints; the text shows it."""
+
+
+def tolerant(run_command: Callable[..., tuple[int, str, str]]) -> Run:
+    """AnsibleModule.run_command that answers 127 for a command that is not on the node, as a shell does."""
+
+    def run(command: Sequence[str]) -> tuple[int, str, str]:
+        try:
+            return run_command(list(command), handle_exceptions=False)
+        except OSError as error:
+            return 127, "", str(error)
+
+    return run
 
 
 def parse_module_version(text: str) -> str:
@@ -167,7 +180,7 @@ def read_driver(run: Run, root: Path, packages: Mapping[str, str]) -> tuple[dict
     try:
         gpu = parse_gpu(out)
     except FactsError:
-        message = (out.strip() or err.strip() or "no answer").splitlines()[0]
+        message = (out.strip() or err.strip() or "no answer within 20 s").splitlines()[0]
         return {**driver, "error": message}, {}
     driver["running"] = gpu.pop("driver")
     return driver, gpu

@@ -14,6 +14,7 @@ from ansible.module_utils.sparkpair.facts import (
     parse_module_version,
     parse_packages,
     read_facts,
+    tolerant,
 )
 from ansible.module_utils.sparkpair.known_bad import FACTS
 from ansible.module_utils.sparkpair.node import read_node
@@ -28,10 +29,10 @@ SMI = (TOOLS / "nvidia-smi-query.txt").read_text()
 
 
 def answer(table):
-    """A runner that answers by the first word of a command; everything else fails."""
+    """A runner that answers by the program of a command; everything else fails."""
 
     def run(command):
-        out = table.get(command[0], "")
+        out = table.get(command[2] if command[0] == "timeout" else command[0], "")
         return (0 if out else 1), out, ""
 
     return run
@@ -108,7 +109,7 @@ def test_a_node_is_read(node):
 
 def test_an_empty_node_is_read_without_an_error(tmp_path):
     facts = read(tmp_path)
-    assert facts["driver"]["error"] == "no answer" and facts["nics"] == [] and facts["rank_unit"] == {}
+    assert facts["driver"]["error"] == "no answer within 20 s" and facts["nics"] == [] and facts["rank_unit"] == {}
     assert facts["nccl"]["path"] == "" and facts["rank_env"] == {} and facts["rank_log"] == []
 
 
@@ -125,7 +126,9 @@ def test_an_empty_node_is_read_without_an_error(tmp_path):
 def test_what_nvidia_smi_says_without_a_driver(tmp_path, text):
     with pytest.raises(FactsError):
         parse_gpu(text)
-    assert read(tmp_path, **{"nvidia-smi": text})["driver"]["error"] == (text.splitlines() or ["no answer"])[0]
+    assert (
+        read(tmp_path, **{"nvidia-smi": text})["driver"]["error"] == (text.splitlines() or ["no answer within 20 s"])[0]
+    )
 
 
 def test_values_that_gb10_does_not_have_are_none():
@@ -162,3 +165,10 @@ def test_no_text_makes_a_parser_raise_anything_else(text):
 @given(st.lists(st.text(alphabet="0123456789ABCDEF: \t\n", max_size=60), max_size=6))
 def test_odd_socket_tables(lines):
     parse_listeners("\n".join(lines))
+
+
+def test_a_command_that_is_not_there_answers_127():
+    def run_command(command, handle_exceptions):
+        raise FileNotFoundError(2, "No such file", command[0])
+
+    assert tolerant(run_command)(["nvidia-smi"])[0] == 127

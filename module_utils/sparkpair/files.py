@@ -1,0 +1,56 @@
+"""Files that a module owns on a node: compared by content and mode, replaced in one step, shown as a diff."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+from typing import Any
+
+
+def differs(path: Path, data: bytes | None, mode: int = 0o644) -> bool:
+    """Whether `path` is not a file with this content and mode; with `data` None, whether anything is there."""
+    if data is None:
+        return path.exists()
+    try:
+        return path.read_bytes() != data or stat.S_IMODE(path.stat().st_mode) != mode
+    except OSError:
+        return True
+
+
+def put(path: Path, data: bytes | None, mode: int = 0o644) -> None:
+    """Make `path` hold `data`, or be absent: at any moment it is the old file or the new one."""
+    if data is None:
+        path.unlink(missing_ok=True)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            os.fchmod(file.fileno(), mode)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def diff(path: Path, data: bytes | None) -> dict[str, Any]:
+    """What `--diff` shows for one file; bytes that are not text show their length."""
+
+    def shown(content: bytes) -> str:
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return f"{len(content)} bytes\n"
+
+    before = path.read_bytes() if path.is_file() else b""
+    return {
+        "before_header": str(path),
+        "after_header": str(path),
+        "before": shown(before),
+        "after": shown(data or b""),
+    }
