@@ -21,11 +21,21 @@ PACKAGES = (
     "python3", "python3-apt", "python3-venv", "apt-utils", "ca-certificates", "curl", "procps", "libnuma1",
     # network tools, as on DGX OS
     "nftables", "iproute2", "iputils-ping", "iperf3", "ethtool", "perftest", "rdma-core", "ibverbs-utils",
+    # there, and switched off until a test wants them
+    "network-manager", "libpam-systemd", "ufw",
 )  # fmt: skip
 USER = "spark"
 """Account that Ansible logs in with; it may use sudo, with its password."""
 
-REVISION = 2
+ASLEEP = (
+    "NetworkManager.service",
+    "NetworkManager-wait-online.service",
+    "NetworkManager-dispatcher.service",
+    "ufw.service",
+)
+"""Units of those packages that must not slow down a boot."""
+
+REVISION = 3
 """Count this up after changing `_finish`."""
 
 
@@ -94,3 +104,6 @@ def _finish(tree: Path) -> None:
     for key in (tree / "etc/ssh").glob("ssh_host_*"):
         key.unlink()
     host.run(["chroot", str(tree), "useradd", "--create-home", "--shell", "/bin/bash", "--groups", "adm,sudo", USER])
+    # A log-in needs no session of its own: NetworkManager's packages alone want it.
+    host.run(["chroot", str(tree), "pam-auth-update", "--package", "--remove", "systemd"])
+    host.run(["systemctl", f"--root={tree}", "disable", "--quiet", *ASLEEP])

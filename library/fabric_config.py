@@ -7,24 +7,27 @@ DOCUMENTATION = r"""
 module: fabric_config
 short_description: Write, validate and apply the network plan of the rails, and take it back
 description:
-  - Writes the netplan file and the ARP settings, validates and applies them and waits for the addresses.
+  - Writes netplan, sysctl, hosts and firewall, validates and applies them and waits for the addresses.
   - Keeps the state before in a journal until O(state=confirmed); O(state=reverted) restores it, and so does
-    a timer on the node when no confirmation comes.
+    a timer on the node when no confirmation comes. O(state=absent) restores what was there before the first run.
 author: sparkpair
 attributes:
   check_mode: {support: full, description: Validates and predicts; changes nothing.}
-  diff_mode: {support: full, description: Shows files, kernel settings and interfaces.}
+  diff_mode: {support: full, description: Shows files, kernel settings, interfaces and firewall.}
 options:
   node: {description: Name of the node for messages., type: str, default: ''}
-  state: {description: What to do., type: str, choices: [present, confirmed, reverted], default: present}
-  rails: {description: Network interface and its address with prefix length., type: dict, required: true}
-  mtu: {description: MTU of the rails in bytes., type: int, required: true}
-  netplan_file: {description: The netplan file that is ours., type: path, required: true}
+  state: {description: What to do., type: str, choices: [present, confirmed, reverted, absent], default: present}
+  rails: {description: Rails as fabric_info returns them., type: list, elements: dict, default: []}
+  rank: {description: Position of this node in the cluster., type: int, default: 0}
+  names: {description: Names of all nodes in rank order for /etc/hosts., type: list, elements: str, default: []}
+  ports: {description: TCP ports for peers alone; without it firewalls stay as they are., type: list, elements: int}
+  mtu: {description: MTU of the rails in bytes., type: int, default: 9000}
+  netplan_file: {description: The netplan file that is ours., type: path, default: /etc/netplan/40-sparkpair.yaml}
   netplan: {description: Content of the netplan file., type: str, default: ''}
-  sysctl_file:
-    description: The sysctl file that is ours.
-    type: path
-    default: /etc/sysctl.d/90-sparkpair-fabric.conf
+  confirm_seconds:
+    description: When a plan that nobody confirmed is taken back.
+    type: int
+    default: 45
   journal:
     description: Where the state before is kept.
     type: path
@@ -34,31 +37,30 @@ options:
 EXAMPLES = r"""
 - name: Configure the rails
   fabric_config:
-    rails: {enp1s0f0np0: 192.168.176.1/24, enP2p1s0f0np0: 192.168.177.1/24}
+    rails: "{{ __fabric_info.rails }}"
     mtu: 9000
-    netplan_file: /etc/netplan/40-sparkpair.yaml
     netplan: "{{ lookup('ansible.builtin.template', '40-sparkpair.yaml.j2') }}"
 """
 
 RETURN = r"""
 pending: {description: The plan was applied and waits for confirmation., type: bool, returned: always}
-changes: {description: What differed from the plan., type: list, elements: str, returned: state=present}
+changes: {description: What differed from the plan., type: list, elements: str, returned: state=present or absent}
 """
 
-from pathlib import Path
-
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.sparkpair.fabric_config import Config, confirm, converge, revert
-from ansible.module_utils.sparkpair.plan import check_mtu
+from ansible.module_utils.sparkpair.fabric_config import run_task
 
 SPEC = {
     "node": {"type": "str", "default": ""},
-    "state": {"type": "str", "choices": ["present", "confirmed", "reverted"], "default": "present"},
-    "rails": {"type": "dict", "required": True},
-    "mtu": {"type": "int", "required": True},
-    "netplan_file": {"type": "path", "required": True},
+    "state": {"type": "str", "choices": ["present", "confirmed", "reverted", "absent"], "default": "present"},
+    "rails": {"type": "list", "elements": "dict", "default": []},
+    "rank": {"type": "int", "default": 0},
+    "names": {"type": "list", "elements": "str", "default": []},
+    "ports": {"type": "list", "elements": "int"},
+    "mtu": {"type": "int", "default": 9000},
+    "netplan_file": {"type": "path", "default": "/etc/netplan/40-sparkpair.yaml"},
     "netplan": {"type": "str", "default": ""},
-    "sysctl_file": {"type": "path", "default": "/etc/sysctl.d/90-sparkpair-fabric.conf"},
+    "confirm_seconds": {"type": "int", "default": 45},
     "journal": {"type": "path", "default": "/var/lib/sparkpair/fabric/journal.json"},
 }
 
@@ -66,28 +68,15 @@ SPEC = {
 def main() -> None:
     """Entry point."""
     module = AnsibleModule(argument_spec=SPEC, supports_check_mode=True)
-    p = module.params
     module.get_bin_path("netplan", required=True)
-    files = {name: Path(p[name]) for name in ("netplan_file", "sysctl_file", "journal")}
+    prefix = f"{module.params['node']}: " if module.params["node"] else ""
     try:
-        config = Config(rails=p["rails"], mtu=check_mtu(p["mtu"]), netplan_text=p["netplan"], **files)
-        if p["state"] == "present":
-            outcome = converge(config, module.run_command, module.check_mode)
-            module.exit_json(
-                changed=bool(outcome.changes),
-                pending=outcome.pending,
-                changes=[change.title for change in outcome.changes],
-                diff=[change.diff() for change in outcome.changes],
-            )
-        pending = config.journal.is_file()
-        if p["state"] == "reverted":
-            changed = pending if module.check_mode else revert(config, module.run_command)
-            module.exit_json(changed=changed, pending=False)
-        if not module.check_mode:
-            confirm(config, module.run_command)
-        module.exit_json(changed=False, pending=False)
+        result, sentences = run_task(module.params, module.run_command, module.check_mode)
     except ValueError as error:
-        module.fail_json(msg=f"{p['node']}: {error}" if p["node"] else str(error))
+        module.fail_json(msg=f"{prefix}{error}")
+    for sentence in sentences:
+        module.warn(f"{prefix}{sentence}")
+    module.exit_json(**result)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ rails:
 cages: {description: All ports of the adapter by cage., type: dict, returned: always}
 default_route_interfaces: {description: Interfaces of default routes., type: list, returned: always}
 problems: {description: What makes the rails slow., type: list, returned: always}
+managers: {description: Who manages each rail (netplan NetworkManager networkd)., type: dict, returned: success}
 foreign_addresses: {description: Addresses on rails that are not of the plan., type: dict, returned: always}
 """
 
@@ -54,6 +55,7 @@ from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.sparkpair.fabric import read_fabric
+from ansible.module_utils.sparkpair.fabric_managers import managers
 
 
 def ip_json(module: AnsibleModule, *command: str) -> list[dict[str, Any]]:
@@ -89,7 +91,8 @@ def main() -> None:
         module.fail_json(msg=f"{prefix}{'; '.join(fabric.problems)}", **fabric.as_dict())
     for problem in fabric.problems:
         module.warn(f"{prefix}{problem}")
-    module.exit_json(changed=False, **fabric.as_dict())
+    rails = {rail.netdev: rail.mac for rail in fabric.rails}
+    module.exit_json(changed=False, managers=managers(Path("/"), rails, module.run_command), **fabric.as_dict())
 
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ digest: {description: Name of the environment, type: str, returned: always, samp
 path: {description: Folder of the environment, type: str, returned: always}
 python: {description: Its interpreter, type: str, returned: always}
 vllm_version: {description: Version of vLLM in it, type: str, returned: always}
-needed: {description: Whether the environment was not in place before, type: bool, returned: always}
 manifest: {description: What the environment proved at installation; empty before, type: dict, returned: always}
 """
 
@@ -83,7 +82,6 @@ def main() -> None:
         path=str(plan.path),
         python=str(plan.path / "bin" / "python"),
         vllm_version=plan.lock.version_of("vllm"),
-        needed=changed,
         manifest=manifest or {},
         diff={"before": f"{before}\n", "after": f"{plan.digest}\n"},
     )

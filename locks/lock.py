@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make a hash lock: ``lock.py PROFILE VERSION [--find-links DIR]`` writes ``locks/VERSION-PROFILE.txt``.
+"""Make a hash lock: ``lock.py VERSION [--profile PROFILE]`` writes ``locks/VERSION-PROFILE.txt``.
 
 A profile is one target platform; ``PROFILE.in`` beside this file holds its constraints, or its whole list.
 ``uv`` resolves them for that platform from wheels alone, so neither the hardware nor its Python is needed.
@@ -22,6 +22,7 @@ from urllib.parse import unquote, urlsplit
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from lab.wheelhouse import shim  # noqa: E402
 from module_utils.sparkpair.env_lock import Lock, Requirement, normalize, parse_lock, render_lock  # noqa: E402
 
 
@@ -51,7 +52,7 @@ PROFILES = {
 }  # fmt: skip
 
 
-def resolve(profile: Profile, requirements: Path, version: str | None, find_links: Path | None, output: Path) -> None:
+def resolve(profile: Profile, requirements: Path, version: str | None, find_links: list[Path], output: Path) -> None:
     """Run ``uv pip compile`` for the profile's platform; ``output`` becomes a pylock.toml.
 
     With a ``version`` that vLLM is resolved and ``requirements`` are constraints; without, they are the whole list.
@@ -69,7 +70,8 @@ def resolve(profile: Profile, requirements: Path, version: str | None, find_link
         "--python-version", profile.python, "--output-file", str(output),
     ]  # fmt: skip
     command += [str(pin), "--constraint", str(requirements)] if version else [str(requirements), "--no-deps"]
-    command += ["--find-links", str(find_links)] if find_links else []
+    for folder in find_links:
+        command += ["--find-links", str(folder)]
     subprocess.run(command, check=True)
 
 
@@ -105,7 +107,7 @@ def lock_uv(version: str) -> Path:
         wanted = Path(name) / "uv.in"
         wanted.write_text(f"uv=={version}\n", encoding="ascii")
         for profile in PROFILES.values():
-            resolve(profile, wanted, None, None, Path(name) / "pylock.toml")
+            resolve(profile, wanted, None, [], Path(name) / "pylock.toml")
             hashes.update(lock_of(profile, "none", Path(name)).requirements[0].hashes)
     target = ROOT / "locks" / "uv.txt"
     notes = "# The installer, put on every node. Made by `make lock`; do not edit.\n"
@@ -114,27 +116,37 @@ def lock_uv(version: str) -> Path:
     return target
 
 
+def lock_vllm(name: str, version: str, find_links: list[Path]) -> Path:
+    """Write the lock of one profile and one version of vLLM. Return its path."""
+    profile = PROFILES[name]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        if not profile.resolve:
+            wheel, data = shim(f"{version}+cpu")
+            (folder / wheel).write_bytes(data)
+            find_links = [folder, *find_links]
+        pin = version if profile.resolve else None
+        resolve(profile, ROOT / "locks" / f"{name}.in", pin, find_links, folder / "pylock.toml")
+        lock = lock_of(profile, version, folder)
+    target = ROOT / "locks" / f"{version}-{name}.txt"
+    text = render_lock(lock, f"{profile.notes}\nMade by `make lock` from {name}.in; do not edit.")
+    parse_lock(text)
+    target.write_text(text, encoding="ascii")
+    print(f"{len(lock.requirements)} wheels, {lock.download / 1e9:.2f} GB to download")
+    return target
+
+
 def main(argv: list[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("profile", choices=[*PROFILES, "uv"])
     parser.add_argument("version", help="version of vLLM (or of uv)")
-    parser.add_argument("--find-links", type=Path, help="folder with wheels that the index lacks")
+    parser.add_argument("--profile", choices=[*PROFILES, "uv"], default="aarch64-cu130")
+    parser.add_argument("--find-links", type=Path, default=[], action="append", help="folder with further wheels")
     args = parser.parse_args(argv)
     if args.profile == "uv":
         print(lock_uv(args.version))
-        return
-    profile = PROFILES[args.profile]
-    with tempfile.TemporaryDirectory() as name:
-        source = ROOT / "locks" / f"{args.profile}.in"
-        version = args.version if profile.resolve else None
-        resolve(profile, source, version, args.find_links, Path(name) / "pylock.toml")
-        lock = lock_of(profile, args.version, Path(name))
-    target = ROOT / "locks" / f"{args.version}-{args.profile}.txt"
-    text = render_lock(lock, f"{profile.notes}\nMade by `make lock` from {args.profile}.in; do not edit.")
-    parse_lock(text)
-    target.write_text(text, encoding="ascii")
-    print(f"{target}: {len(lock.requirements)} wheels, {lock.download / 1e9:.2f} GB to download")
+    else:
+        print(lock_vllm(args.profile, args.version, args.find_links))
 
 
 if __name__ == "__main__":

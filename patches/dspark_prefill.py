@@ -14,6 +14,9 @@ Environment, read once in :func:`attach`:
 ``DSPARK_MAX_INFLIGHT_PREFILLS``  1 to 3. Blank, zero or negative: the release's ``max_num_partial_prefills`` where it
     has that field, else 1. Anything but an ASCII integer: one warning, then the same. Above 3: 3.
 ``DSPARK_PREFILL_POLICY``         ``strict`` (default): at the cap no further prompt is admitted in this step.
+    ``fair``: at the cap long prompts are skipped, short ones go on; see :class:`FairGate`.
+``DSPARK_MIXED_PREFILL_TOKENS``   With ``fair``: prefill tokens in a step that also decodes. Blank or not above zero:
+    the engine's ``long_prefill_token_threshold`` where that is set, else 512.
 ``DSPARK_ISSUE43_SCHED_DIAG``     1: one line ``[issue43-step N] {json}`` per step that scheduled anything.
 ``DSPARK_PREFILL_HOTFIX_OFF``     1: the hooks do nothing.
 """
@@ -24,10 +27,11 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import Any, Protocol
 
-REVISION = 1
+REVISION = 2
 """Counts up with every change of the hooks or of this file's behaviour; shown by the log line and the status."""
 
 HARD_CAP = 3
@@ -37,6 +41,19 @@ ADMIT, SKIP, STOP = 0, 1, 2
 """Verdicts of the gate: go on with this request; leave it queued and look at the next; end the waiting loop."""
 
 MAX_WARNINGS = 16
+
+ALLOWANCE = 512
+"""Prefill tokens beside live streams in one step, where neither the environment nor the engine's options say."""
+
+SHORT_STEPS = 4
+"""A prompt is short when it can be computed in so many steps of the whole allowance."""
+
+LOOK_AHEAD = 16
+"""Waiting requests that one step considers, beyond those that it admits."""
+
+MEASURE_AGAIN = 32
+"""Steps after which the cached prefix of a held request is looked up again."""
+
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +73,7 @@ class Request(Protocol):
 class Settings:
     """What the environment asked for, after parsing. ``warnings`` holds one line for each value that was not used."""
 
-    __slots__ = ("cap", "diag", "off", "policy", "warnings")
+    __slots__ = ("allowance", "cap", "diag", "off", "policy", "warnings")
 
     def __init__(self, environ: Mapping[str, str], configured: object = None) -> None:
         """``configured`` is the release's own ``max_num_partial_prefills``, or None where it has no such field."""
@@ -64,6 +81,7 @@ class Settings:
         self.off = _flag(environ.get("DSPARK_PREFILL_HOTFIX_OFF", ""))
         self.diag = _flag(environ.get("DSPARK_ISSUE43_SCHED_DIAG", ""))
         self.cap = self._cap(environ.get("DSPARK_MAX_INFLIGHT_PREFILLS", ""), configured)
+        self.allowance = self._allowance(environ.get("DSPARK_MIXED_PREFILL_TOKENS", ""))
         self.policy = environ.get("DSPARK_PREFILL_POLICY", "").strip().lower() or "strict"
         if self.policy not in GATES:
             self.warnings.append(
@@ -79,6 +97,12 @@ class Settings:
                 f"DSPARK_MAX_INFLIGHT_PREFILLS={raw!r} is not an integer; using {min(fallback, HARD_CAP)}"
             )
         return min(value if value is not None and value > 0 else fallback, HARD_CAP)
+
+    def _allowance(self, raw: str) -> int:
+        value = parse_int(raw)
+        if value is None and raw.strip():
+            self.warnings.append(f"DSPARK_MIXED_PREFILL_TOKENS={raw!r} is not an integer; using the default")
+        return max(value or 0, 0)
 
 
 def parse_int(raw: str) -> int | None:
@@ -100,6 +124,11 @@ def remaining_tokens(request: Request) -> int:
     """
     total = request.num_tokens
     return total - request.num_computed_tokens - (1 if total > request.num_prompt_tokens else 0)
+
+
+def partial_prefills(running: list[Request]) -> list[Request]:
+    """Those of ``running`` with more to compute than their newest output token (:func:`remaining_tokens`, inlined)."""
+    return [r for r in running if (total := r.num_tokens) - r.num_computed_tokens > (total > r.num_prompt_tokens)]
 
 
 def holds_work(request: Request) -> bool:
@@ -161,8 +190,9 @@ class StrictGate(Gate):
         self.step = 0
         self.idle_steps = 0
         self.warnings = 0
-        self.partial: set[str] = set()
-        self.seen = -1  # entries of `running` counted so far in this step; -1: none yet
+        self.unfinished: list[Request] = []  # partial prefills in `running` at the start of the step
+        self.partial: dict[str, int] = {}  # partial prefills that count now, with the tokens they have left
+        self.seen = -1  # entries of `running` looked at in this step; -1: none yet
         self.exempt = -1  # waiting requests that must still be looked at in this step; -1: not counted yet
         self.held: list[str] = []
         self.escapes: list[str] = []
@@ -181,17 +211,13 @@ class StrictGate(Gate):
         return self
 
     def before_lookup(self, request: Request, scheduled: Mapping[str, int]) -> int:
-        if self._count(scheduled) < self.settings.cap:
+        if self.seen < 0:
+            self._look_at(partial_prefills(self.scheduler.running))
+            self.partial = {r.request_id: remaining_tokens(r) for r in self.unfinished}
+        self._count_admitted(scheduled)
+        if len(self.partial) < self.settings.cap or self._exempted(request, scheduled):
             return ADMIT
-        if holds_work(request):
-            self.exempt -= 1
-            return self._escape(request)
-        if self.idle_steps and not scheduled:
-            return self._escape(request)
-        if self.exempt < 0:
-            self.exempt = sum(map(self._exempt, self._waiting()))
-        self.held.append(request.request_id)
-        return SKIP if self.exempt > 0 else STOP
+        return self._last_look(request)
 
     def end(self, scheduled: Mapping[str, int]) -> None:
         self.idle_steps = 0 if scheduled else self.idle_steps + 1
@@ -201,45 +227,54 @@ class StrictGate(Gate):
         if self.settings.diag and scheduled:
             self._report(scheduled)
 
-    def _count(self, scheduled: Mapping[str, int]) -> int:
-        """Partial prefills in ``running`` now. Costs O(running) at the first call in a step, then O(admitted since)."""
+    def _look_at(self, unfinished: list[Request]) -> None:
+        """Take ``unfinished`` as the partial prefills of this step so far, and warn of any that vLLM does not track."""
+        self.unfinished = unfinished
+        self.seen = len(self.scheduler.running)
+        tracked = getattr(self.scheduler, "_inflight_prefills", None)
+        if tracked is None or not unfinished or self.warnings >= MAX_WARNINGS:
+            return
+        missed = {r.request_id for r in unfinished}.difference(r.request_id for r in tracked)
+        if missed:
+            self.warnings += 1
+            logger.warning("[issue27-hotfix] partial prefills that vLLM does not track: %s", ", ".join(sorted(missed)))
+
+    def _count_admitted(self, scheduled: Mapping[str, int]) -> None:
+        """Add what was admitted since the last look and stays partial: O(admitted)."""
         running = self.scheduler.running
-        if self.seen < 0:
-            self.partial = {r.request_id for r in running if remaining_tokens(r) > 0}
-            self.seen = len(running)
-            self._check_tracked()
         while self.seen < len(running):
             request = running[self.seen]
-            if remaining_tokens(request) > scheduled.get(request.request_id, 0):
-                self.partial.add(request.request_id)
+            left = remaining_tokens(request) - scheduled.get(request.request_id, 0)
+            if left > 0:
+                self.partial[request.request_id] = left
             self.seen += 1
-        return len(self.partial)
 
-    def _escape(self, request: Request) -> int:
+    def _exempted(self, request: Request, scheduled: Mapping[str, int]) -> bool:
+        if holds_work(request):
+            self.exempt -= self.exempt > 0
+        elif not self.idle_steps or scheduled:
+            return False
         self.escapes.append(request.request_id)
-        return ADMIT
+        return True
 
-    def _waiting(self) -> Iterable[Request]:
-        """Every waiting request, in no particular order; the queues differ by release."""
+    def _last_look(self, request: Request) -> int:
+        """Hold ``request``, and look no further unless somebody behind it must not wait."""
+        self.held.append(request.request_id)
+        if self.exempt < 0:
+            self.exempt = sum(map(self._must_be_seen, self._waiting()))
+        return SKIP if self.exempt > 0 else STOP
+
+    def _waiting(self) -> Iterator[Request]:
+        """Every waiting request, roughly in order; the queues differ by release."""
         for name in ("kv_holding_waiting", "skipped_waiting", "waiting"):
             queue = getattr(self.scheduler, name, None) or ()
             for entry in getattr(queue, "_heap", queue):  # iterating a priority queue would copy and sort it
                 yield entry[-1] if isinstance(entry, tuple) else entry
 
-    def _exempt(self, request: Request) -> bool:
+    def _must_be_seen(self, request: Request) -> bool:
         if getattr(request.status, "name", "") == "WAITING_FOR_REMOTE_KVS":
             return request.request_id in getattr(self.scheduler, "finished_recving_kv_req_ids", ())
         return holds_work(request)
-
-    def _check_tracked(self) -> None:
-        """Warn, a few times, where vLLM's own set of prefills in flight misses one."""
-        tracked = getattr(self.scheduler, "_inflight_prefills", None)
-        if tracked is None or not self.partial or self.warnings >= MAX_WARNINGS:
-            return
-        missed = self.partial.difference(r.request_id for r in tracked)
-        if missed:
-            self.warnings += 1
-            logger.warning("[issue27-hotfix] partial prefills that vLLM does not track: %s", ", ".join(sorted(missed)))
 
     def _wants_decode(self, request: Any) -> bool:
         """Whether ``request`` is due a token in this step: past its prefill, not at its end, not paced."""
@@ -271,11 +306,144 @@ class StrictGate(Gate):
             "held": self.held,
             "exempt": self.escapes,
             "decode_skips": {r: {"position": at, "run": self.skip_run[r]} for r, at in skips.items()},
+            **self._details(),
         }
         logger.info("[issue43-step %d] %s", self.step, json.dumps(record, separators=(",", ":")))
 
+    def _details(self) -> dict[str, int]:
+        return {}
 
-GATES: dict[str, type[Gate]] = {"strict": StrictGate}
+
+class FairGate(StrictGate):
+    """Bound the prefill beside live streams, let short prompts past long ones, never hold who holds work.
+
+    A step that decodes computes at most ``allowance`` tokens of prefill, and leaves every stream its tokens of the
+    budget. A prompt that would stay partial at the cap is held after its cached prefix is known, by skipping it: what
+    fits into the step goes on. With a cap of 2 or more the last slot is for short prompts. While short prompts wait, a
+    long prefill leaves them the step, out of a credit that grows by half of every step: it keeps the other half.
+    """
+
+    def __init__(self, scheduler: Any, settings: Settings) -> None:
+        super().__init__(scheduler, settings)
+        config = scheduler.scheduler_config
+        # Hybrid models cut prefills at block ends: a chunk below one block would never move.
+        self.grain = scheduler.cache_config.block_size if getattr(scheduler, "need_mamba_block_aligned_split", 0) else 1
+        self.allowance = max(settings.allowance or config.long_prefill_token_threshold or ALLOWANCE, self.grain)
+        # The allowance takes the threshold's place: that one also slows prefills that nobody decodes beside.
+        config.long_prefill_token_threshold = 0
+        self.short = SHORT_STEPS * self.allowance
+        self.share = 0  # prefill tokens that this step may compute
+        self.credit = 0  # tokens that short prompts may still take from long ones
+        self.used = 0
+        self.want = 0  # part of the share that long prefills leave to short ones
+        self.measured: dict[str, tuple[int, int]] = {}  # held request: tokens left after its lookup, step of that
+
+    def begin(self) -> Gate:
+        super().begin()
+        scheduler = self.scheduler
+        self.unfinished = partial_prefills(scheduler.running)
+        decoders = len(scheduler.running) - len(self.unfinished)
+        self.share = scheduler.max_num_scheduled_tokens
+        if decoders:
+            room = self.share - decoders * (1 + scheduler.num_spec_tokens)
+            self.share = max(min(self.allowance, room), self.allowance // 8, self.grain)
+        self.used = 0
+        self.want = self._want(bool(decoders))
+        if len(self.measured) > 1024:  # requests that were aborted while they were held
+            self.measured = {k: v for k, v in self.measured.items() if self.step - v[1] < MEASURE_AGAIN}
+        self.clipped = {r.request_id for r in self.unfinished}
+        return self
+
+    def _want(self, live: bool) -> int:
+        """Tokens of the share that short prompts, running and waiting, can use in this step, as far as credit goes."""
+        most = self.share - self.share // 16  # the rest keeps long prefills moving
+        self.credit = min(self.credit + self.share // 2, 2 * self.share)
+        room = min(most, self.credit)
+        slot = self.settings.cap > 1  # with a slot of its own a short prompt need not fit into one step
+        limit = self.short if slot and live else min(most, self.short)
+        want = sum(n for r in self.unfinished if (n := remaining_tokens(r)) <= self.short) if slot else 0
+        for request in islice(self._waiting(), LOOK_AHEAD):
+            known = self.measured.get(request.request_id)
+            n = known[0] if known else request.num_tokens - request.num_computed_tokens
+            if n <= limit and (slot or want + n <= room):
+                want += n
+        return min(want, room)
+
+    def _pay(self, tokens: int) -> None:
+        """A short prompt got ``tokens``."""
+        self.want -= min(tokens, self.want)
+        self.credit -= min(tokens, self.credit)
+
+    def _give(self, tokens: int, yields: bool) -> int:
+        room = self.share - self.used
+        if yields and room - self.want >= self.grain:
+            room -= self.want
+        return max(min(tokens, room), 0)
+
+    def clip(self, request: Request, tokens: int, budget: int) -> int:
+        short = remaining_tokens(request) <= self.short
+        given = self._give(tokens, self.settings.cap == 1 or not short)
+        self.used += given
+        if short and self.settings.cap > 1:
+            self._pay(given)
+        return given
+
+    def before_lookup(self, request: Request, scheduled: Mapping[str, int]) -> int:
+        if self.seen < 0:
+            self._look_at(self.unfinished)
+            left = {r.request_id: remaining_tokens(r) - scheduled.get(r.request_id, 0) for r in self.unfinished}
+            self.partial = {name: n for name, n in left.items() if n > 0}
+            self.used = sum(scheduled.get(name, 0) for name in left)
+        self._count_admitted(scheduled)
+        if len(self.held) >= LOOK_AHEAD:
+            return ADMIT if self._exempted(request, scheduled) else self._last_look(request)
+        left, when = self.measured.get(request.request_id, (0, 0))
+        if left and self.step - when < MEASURE_AGAIN and self._full(left, self.share - self.used):
+            # Looking its prefix up again would change nothing.
+            if self._exempted(request, scheduled):
+                return ADMIT
+            self.held.append(request.request_id)
+            return SKIP
+        return ADMIT
+
+    def chunk(self, request: Request, computed: int, tokens: int) -> int:
+        left = request.num_tokens - computed
+        return max(self._give(tokens, left > self.short), 1) if left > 1 else tokens
+
+    def after_lookup(
+        self, request: Request, computed: int, tokens: int, scheduled: Mapping[str, int], loading: bool
+    ) -> int:
+        left = request.num_tokens - computed
+        if loading or left <= 1:
+            return ADMIT
+        name = request.request_id
+        if self._full(left, tokens) and not self._exempted(request, scheduled):
+            self.held.append(name)
+            self.measured[name] = (left, self.step)
+            return SKIP
+        self.measured.pop(name, None)
+        self.used += tokens
+        if left <= self.short:
+            self._pay(tokens)
+        return ADMIT
+
+    def _full(self, left: int, tokens: int) -> bool:
+        """Whether a prompt with ``left`` tokens to compute has no place in this step, with a chunk of ``tokens``."""
+        if self.used >= self.share:
+            return True
+        if tokens >= left:
+            return False
+        cap = self.settings.cap
+        if len(self.partial) >= cap:
+            return True
+        # The last slot is for short prompts.
+        return cap > 1 and left > self.short and sum(n > self.short for n in self.partial.values()) >= cap - 1
+
+    def _details(self) -> dict[str, int]:
+        return {"share": self.share, "used": self.used, "want": self.want, "credit": self.credit}
+
+
+GATES: dict[str, type[Gate]] = {"strict": StrictGate, "fair": FairGate}
 
 
 def attach(scheduler: Any) -> Gate:
@@ -287,8 +455,10 @@ def attach(scheduler: Any) -> Gate:
     if settings.off:
         logger.warning("[issue27-hotfix] off: DSPARK_PREFILL_HOTFIX_OFF is set")
         return Gate(scheduler, settings)
+    gate = GATES[settings.policy](scheduler, settings)
     logger.info(
-        "[issue27-hotfix] in-flight prefill cap=%d policy=%s diag=%d revision=%d",
+        "[issue27-hotfix] in-flight prefill cap=%d policy=%s diag=%d revision=%d%s",
         settings.cap, settings.policy, settings.diag, REVISION,
+        f" allowance={gate.allowance}" if isinstance(gate, FairGate) else "",
     )  # fmt: skip
-    return GATES[settings.policy](scheduler, settings)
+    return gate

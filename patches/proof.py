@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,16 +38,47 @@ PREFIX = "DSPARK_"
 
 @dataclass
 class Seen:
-    """What one run showed. ``steps`` counts calls of ``schedule()``; ``partial`` is the most partial prefills at once;
-    ``skips`` lists (step, request) for every decode lane that was due a token and got none; ``unfinished`` names the
-    requests that were still there when nothing moved any more."""
+    """What one run showed. Times are in the units of the clock that the run was given (steps, by default)."""
 
-    steps: int = 0
-    partial: int = 0
-    skips: list[tuple[int, str]] = field(default_factory=list)
-    unfinished: list[str] = field(default_factory=list)
+    steps: int = 0  # calls of schedule()
+    time: float = 0.0
+    partial: int = 0  # most partial prefills at once
+    skips: list[tuple[int, str]] = field(default_factory=list)  # step and name of a lane that was due and got nothing
+    unfinished: list[str] = field(default_factory=list)  # still there when nothing moved any more
+    preempted: int = 0  # requests that were preempted at least once
     mixed_prefill: int = 0  # most prefill tokens in a step that also decoded
-    first_token: dict[str, int] = field(default_factory=dict)  # step of the first token, by request
+    arrived: dict[str, float] = field(default_factory=dict)
+    first_token: dict[str, float] = field(default_factory=dict)
+    last_token: dict[str, float] = field(default_factory=dict)
+    worst_gap: dict[str, float] = field(default_factory=dict)  # longest time between two tokens of a request
+
+    def note(self, due: list[str], scheduled: Mapping[str, int], scheduler: Any) -> None:
+        """Count what the step that ``scheduler`` just made did to the lanes that were ``due`` before it."""
+        running = {r.request_id for r in scheduler.running}
+        if scheduled:
+            self.skips += [(self.steps, name) for name in due if name in running and name not in scheduled]
+        self.partial = max(self.partial, partial_prefills(scheduler))
+        if any(name in scheduled for name in due):
+            self.mixed_prefill = max(self.mixed_prefill, sum(n for r, n in scheduled.items() if r not in due))
+
+    def emit(self, names: Iterable[str]) -> None:
+        """Tokens of these requests appear at the end of the step."""
+        for name in names:
+            if name in self.last_token:
+                gap = self.time - self.last_token[name]
+                self.worst_gap[name] = max(self.worst_gap.get(name, 0.0), gap)
+            else:
+                self.first_token[name] = self.time
+            self.last_token[name] = self.time
+
+    def ttft(self, prefix: str = "") -> float:
+        """Mean time to the first token of the requests whose name begins with ``prefix``."""
+        times = [t - self.arrived[name] for name, t in self.first_token.items() if name.startswith(prefix)]
+        return sum(times) / len(times) if times else 0.0
+
+    def gap(self, prefix: str = "") -> float:
+        """Longest time between two tokens of any request whose name begins with ``prefix``."""
+        return max((g for name, g in self.worst_gap.items() if name.startswith(prefix)), default=0.0)
 
 
 class Rig:
@@ -201,59 +232,63 @@ def due_decodes(scheduler: Any) -> list[str]:
     return due
 
 
+def one_per_step(_prefill: int, _decode: int) -> float:
+    """The plainest clock: a step takes one unit of time, whatever is in it."""
+    return 1.0
+
+
 def drive(
     rig: Rig,
     scheduler: Any,
-    arrivals: list[tuple[int, Any]],
+    arrivals: Sequence[tuple[float, Any]],
     *,
     asynchronous: bool = False,
-    max_steps: int = 50_000,
     seed: int = 0,
+    max_steps: int = 200_000,
+    clock: Callable[[int, int], float] = one_per_step,
     answer: Callable[[Any, Mapping[str, list[int]], int], Any] | None = None,
 ) -> Seen:
-    """Run ``arrivals`` (step, request) to the end, with two steps in flight when ``asynchronous``.
+    """Run ``arrivals`` (time, request) to the end, with two steps in flight when ``asynchronous``.
 
-    Where the scheduler takes draft tokens (synchronous only), ``seed`` says how many of each step's are accepted.
-    ``answer(scheduled, sampled, step)`` may build the model's answer, to add what a KV connector would report.
+    ``clock(prefill, decode)`` says how long a step of so many tokens takes. Where the scheduler takes draft tokens,
+    ``seed`` decides how many of them are accepted. ``answer(scheduled, sampled, step)`` may build the model's answer,
+    to add what a KV connector would report.
     """
-    arrivals = sorted(arrivals, key=lambda a: a[0])
-    waiting = deque(arrivals)
+    waiting = deque(sorted(arrivals, key=lambda a: a[0]))
     requests = {r.request_id: r for _, r in arrivals}
     answer = answer or (lambda scheduled, sampled, _step: rig.output(scheduled, sampled))
     flight: deque[tuple[Any, dict[str, list[int]]]] = deque()
     seen, still, accept = Seen(), 0, random.Random(seed)
     while (waiting or scheduler.has_unfinished_requests()) and seen.steps < max_steps and still < 200:
-        while waiting and waiting[0][0] <= seen.steps:
-            scheduler.add_request(waiting.popleft()[1])
+        if not scheduler.has_unfinished_requests():
+            seen.time = max(seen.time, waiting[0][0])
+        while waiting and waiting[0][0] <= seen.time + 1e-9:
+            when, request = waiting.popleft()
+            seen.arrived[request.request_id] = when
+            scheduler.add_request(request)
         seen.steps += 1
         due = due_decodes(scheduler)
         out = scheduler.schedule()
         scheduled = out.num_scheduled_tokens
-        running = {r.request_id for r in scheduler.running}
-        if scheduled:
-            seen.skips += [(seen.steps, name) for name in due if name in running and name not in scheduled]
-        seen.partial = max(seen.partial, partial_prefills(scheduler))
-        if any(name in scheduled for name in due):
-            seen.mixed_prefill = max(seen.mixed_prefill, sum(n for r, n in scheduled.items() if r not in due))
+        seen.note(due, scheduled, scheduler)
+        decode = sum(scheduled.get(name, 0) for name in due)
+        seen.time += clock(sum(scheduled.values()) - decode, decode) if scheduled else 1.0
         drafts = out.scheduled_spec_decode_tokens
         sampled = {
             name: [11] * (1 + accept.randint(0, len(drafts.get(name, ()))))
             for name in scheduled
             if requests[name].num_computed_tokens >= requests[name].num_tokens
         }
-        for name in sampled:
-            seen.first_token.setdefault(name, seen.steps)
+        seen.emit(sampled)
         flight.append((out, sampled))
         while len(flight) > (1 if asynchronous and scheduled else 0):
             done, tokens = flight.popleft()
             scheduler.update_from_output(done, answer(done, tokens, seen.steps))
             if scheduler.num_spec_tokens and not asynchronous:
-                for r in (requests[name] for name in tokens):
-                    if not r.is_finished():
-                        r.spec_token_ids = [5] * min(
-                            scheduler.num_spec_tokens, scheduler.max_model_len - r.num_tokens - 2
-                        )
+                for r in (requests[name] for name in tokens if not requests[name].is_finished()):
+                    r.spec_token_ids = [5] * min(scheduler.num_spec_tokens, scheduler.max_model_len - r.num_tokens - 2)
         still = 0 if scheduled or waiting else still + 1
+    seen.preempted = sum(r.num_preemptions > 0 for r in requests.values())
     seen.unfinished = sorted(name for name, r in requests.items() if not r.is_finished())
     return seen
 
@@ -332,12 +367,12 @@ def settings(**values: str) -> Iterator[None]:
         os.environ.update(before)
 
 
-def cold_lanes(rig: Rig) -> list[tuple[int, Any]]:
+def cold_lanes(rig: Rig) -> list[tuple[float, Any]]:
     """Six equal prompts at once."""
     return [(0, rig.request(f"lane{i}", 16384, 32)) for i in range(6)]
 
 
-def live_and_long(rig: Rig) -> list[tuple[int, Any]]:
+def live_and_long(rig: Rig) -> list[tuple[float, Any]]:
     """Four live streams, then two long prompts, with a short one every few steps."""
     work = [(0, rig.request(f"live{i}", 200, 120)) for i in range(4)]
     work += [(4 + i, rig.request(f"long{i}", 40_000, 8)) for i in range(2)]
@@ -351,19 +386,21 @@ def prove(rig: Rig) -> dict[str, Any]:
         return {"proven": False, "vllm_version": rig.version, "failures": ["the scheduler is not patched"], "runs": []}
     failures: list[str] = []
     runs: list[dict[str, Any]] = []
-    for cap in (1, 2):
-        env = {"DSPARK_MAX_INFLIGHT_PREFILLS": str(cap), "DSPARK_PREFILL_POLICY": "strict"}
+    for policy, cap in (("strict", 1), ("strict", 2), ("fair", 1), ("fair", 2)):
+        env = {"DSPARK_MAX_INFLIGHT_PREFILLS": str(cap), "DSPARK_PREFILL_POLICY": policy}
         for asynchronous in (False, True):
             for workload in (cold_lanes, live_and_long):
-                title = f"{workload.__name__} strict cap={cap} {'async' if asynchronous else 'sync'}"
+                title = f"{workload.__name__} {policy} cap={cap} {'async' if asynchronous else 'sync'}"
                 with settings(**env):
                     scheduler = rig.scheduler(asynchronous=asynchronous, threshold=1024)
                     seen = drive(rig, scheduler, workload(rig), asynchronous=asynchronous)
                 if scheduler._dspark_max_inflight_prefills != cap:
                     failures.append(f"{title}: the cap in force is {scheduler._dspark_max_inflight_prefills}")
+                if policy == "fair" and seen.mixed_prefill > 1024:
+                    failures.append(f"{title}: {seen.mixed_prefill} prefill tokens beside decodes, 1024 are allowed")
                 failures += _contradictions(title, seen, cap)
                 runs.append(_row(title, seen))
-        title = f"loads strict cap={cap}"
+        title = f"loads {policy} cap={cap}"
         with settings(**env):
             seen = drive_loads(rig, loads=cap + 1, prompts=3)
         failures += _contradictions(title, seen, cap)

@@ -69,6 +69,7 @@ class Rail:
     rail: int
     netdev: str
     hca: str
+    mac: str | None
     carrier: bool
     mtu: int | None
     speed: int | None
@@ -298,6 +299,7 @@ def make_rails(twins: Sequence[Port], plans: Sequence[RailPlan], rank: int, node
                 rail=plan.rail,
                 netdev=port.netdev,
                 hca=port.hca,
+                mac=port.mac,
                 carrier=bool(port.carrier),
                 mtu=port.mtu,
                 speed=port.speed,

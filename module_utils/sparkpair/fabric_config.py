@@ -1,155 +1,63 @@
 """Write, validate and apply the network plan of a node's rails, and take it back.
 
-Before anything changes, the files, the kernel settings, the addresses and the MTU as they were go into a
-journal. It stays until the plan is confirmed, so a plan that was applied but never proven can be taken back
-byte for byte, also by a later run. Commands are run by a function that is handed in.
+Before anything changes, the state as it was goes into a journal, which stays until the plan is confirmed. With
+the first confirmation it becomes the origin: what the node was like before us, kept until `absent` restores it.
+Commands are run by a function that is handed in.
 """
 
 from __future__ import annotations
 
 import base64
+import hashlib
 import inspect
 import json
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.sparkpair import fabric_guard
 from ansible.module_utils.sparkpair.fabric import FabricError
-from ansible.module_utils.sparkpair.fabric_guard import GuardError, Run, inside, read_live, write_atomic
-
-ARP_SETTINGS = {"arp_ignore": "1", "arp_announce": "2"}
-"""Twins share one cable: each must answer (1) and ask (2) for its own address only, or ARP mixes the rails."""
-
-NETPLAN_FOLDERS = ("etc/netplan", "lib/netplan", "run/netplan")
-"""Where netplan reads from; a plan is validated together with whatever is there."""
+from ansible.module_utils.sparkpair.fabric_files import FIREWALL_UNIT, find_block, with_block
+from ansible.module_utils.sparkpair.fabric_guard import GuardError, Run, inside, must, read_live, write_atomic
+from ansible.module_utils.sparkpair.fabric_managers import NETPLAN_FOLDERS, profile_file
+from ansible.module_utils.sparkpair.fabric_wanted import (
+    HOSTS,
+    UNIT_FILE,
+    Change,
+    Config,
+    Content,
+    Wanted,
+    examine,
+    file_changes,
+    kept,
+    live_changes,
+    mode_of,
+    read_json,
+    read_text,
+)
+from ansible.module_utils.sparkpair.plan import check_mtu
 
 SETTLE_SECONDS = 15.0
 """How long addresses may take to appear after `netplan apply`; a link that bounces needs about 5 seconds."""
 
-CONFIRM_SECONDS = 50.0
-"""When an unconfirmed plan is taken back: applying and proving take 40 s at most, and 60 s are promised."""
-
-
-@dataclass(frozen=True)
-class Config:
-    """What a node's rails shall be.
-
-    `rails` maps each network interface to its address with prefix length. Files are absolute paths below
-    `root`, which only tests change.
-    """
-
-    rails: Mapping[str, str]
-    mtu: int
-    netplan_file: Path
-    netplan_text: str
-    sysctl_file: Path
-    journal: Path
-    root: Path = Path("/")
-
-    def inside(self, path: Path | str) -> Path:
-        """`path` below `root`."""
-        below: Path = inside(self.root, path)
-        return below
-
-    def files(self) -> dict[Path, tuple[str, int]]:
-        """Content and mode of every file that is ours."""
-        return {
-            self.netplan_file: (self.netplan_text, 0o600),
-            self.sysctl_file: (sysctl_text(self.rails), 0o644),
-        }
-
-    def settings(self) -> dict[Path, str]:
-        """Kernel settings below /proc/sys: file -> value."""
-        return {
-            Path("/proc/sys/net/ipv4/conf") / netdev / name: value
-            for netdev in self.rails
-            for name, value in ARP_SETTINGS.items()
-        }
-
-
-@dataclass
-class Change:
-    """One difference between what is and what shall be, for Ansible's diff."""
-
-    title: str
-    before: str
-    after: str
-
-    def diff(self) -> dict[str, str]:
-        """As Ansible prints it."""
-        return {
-            "before_header": self.title,
-            "after_header": self.title,
-            "before": self.before,
-            "after": self.after,
-        }
-
 
 @dataclass
 class Outcome:
-    """What was, or would be, changed. `pending` is true while a journal waits for confirmation."""
+    """What was, or would be, changed. `pending` is true while a journal waits for confirmation.
+
+    `said` are sentences that the owner must read, such as a profile that was taken over.
+    """
 
     changes: list[Change] = field(default_factory=list)
     pending: bool = False
+    said: list[str] = field(default_factory=list)
 
 
-def sysctl_text(netdevs: Iterable[str]) -> str:
-    """The file that sets `ARP_SETTINGS` for each interface at boot."""
-    lines = ["# Managed by sparkpair. The twins of a cage share one cable: each answers for its own address only."]
-    lines += [f"net.ipv4.conf.{netdev}.{name} = {value}" for netdev in netdevs for name, value in ARP_SETTINGS.items()]
-    return "\n".join(lines) + "\n"
-
-
-def live_text(mtu: int | None, addresses: Iterable[str]) -> str:
-    """An interface in one line for a diff."""
-    return f"mtu {mtu}, addresses {' '.join(sorted(addresses)) or 'none'}\n"
-
-
-def live_changes(config: Config, run: Run) -> list[Change]:
-    """Rails whose MTU or address is not as planned, whatever the files say."""
-    live, changes = read_live(run), []
-    for netdev, address in config.rails.items():
-        mtu, addresses = live.get(netdev, (None, ()))
-        if mtu != config.mtu or address not in addresses:
-            after = live_text(config.mtu, {*addresses, address})
-            changes.append(Change(f"interface {netdev}", live_text(mtu, addresses), after))
-    return changes
-
-
-def read_text(path: Path) -> str:
-    """Text of a file; empty when it is absent."""
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
-
-
-def file_changes(config: Config) -> list[Change]:
-    """Files whose content or mode is not as planned."""
-    changes = []
-    for path, (text, mode) in config.files().items():
-        here = config.inside(path)
-        before = read_text(here)
-        found = here.stat().st_mode & 0o777 if here.is_file() else None
-        if before != text or found != mode:
-            title = str(path) if found in (None, mode) else f"{path} (mode {found:04o} -> {mode:04o})"
-            changes.append(Change(title, before, text))
-    return changes
-
-
-def setting_changes(config: Config) -> list[Change]:
-    """Kernel settings that are not as planned."""
-    changes = []
-    for path, value in config.settings().items():
-        before = read_text(config.inside(path)).strip()
-        if before != value:
-            changes.append(Change(str(path), f"{before}\n", f"{value}\n"))
-    return changes
-
-
-def validate(config: Config, run: Run) -> None:
+def validate(config: Config, files: Mapping[Path, Content], run: Run) -> None:
     """Let netplan read the plan together with all other plans in a scratch folder. Raises FabricError."""
     if config.netplan_file.parent != Path("/etc/netplan") or config.netplan_file.suffix != ".yaml":
         raise FabricError(f"fabric_netplan_file {config.netplan_file} is not a .yaml file in /etc/netplan")
@@ -157,42 +65,81 @@ def validate(config: Config, run: Run) -> None:
         for folder in NETPLAN_FOLDERS:
             if config.inside(folder).is_dir():
                 shutil.copytree(config.inside(folder), Path(scratch) / folder)
-        write_atomic(Path(scratch) / str(config.netplan_file).lstrip("/"), config.netplan_text.encode(), 0o600)
+        for path, content in files.items():
+            if path.parent == Path("/etc/netplan"):
+                here = inside(Path(scratch), path)
+                here.unlink(missing_ok=True)
+                if content:
+                    write_atomic(here, *content)
         status, out, err = run(["netplan", "generate", "--root-dir", scratch])
         if status:
             raise FabricError(f"netplan refuses {config.netplan_file}: {(err or out).replace(scratch, '').strip()}")
 
 
-def save(config: Config, run: Run) -> None:
+def undo_commands(config: Config, wanted: Wanted) -> tuple[list[list[str]], list[list[str]]]:
+    """What takes back the rest: commands before the files are restored, and after."""
+    before: list[list[str]] = []
+    after: list[list[str]] = []
+    if UNIT_FILE in wanted.files:
+        after.append(["systemctl", "daemon-reload"])
+        if config.inside(UNIT_FILE).is_file():
+            after.append(["systemctl", "restart", FIREWALL_UNIT])
+        else:
+            before.append(["systemctl", "disable", "--quiet", "--now", FIREWALL_UNIT])
+    after += [["ufw", "delete", "allow", "in", "on", netdev] for netdev in wanted.ufw]
+    if wanted.profiles:
+        after.append(["nmcli", "connection", "reload"])
+        # NetworkManager makes profiles that no file keeps by itself, and they wait long for DHCP.
+        lasting = [p for p in wanted.profiles if p.device and profile_file(p, config.root)]
+        after += [["nmcli", "--wait", "10", "connection", "up", profile.uuid] for profile in lasting]
+    return before, after
+
+
+def save(config: Config, wanted: Wanted, run: Run) -> None:
     """Keep the state as it is in the journal, unless an older, unconfirmed one is there."""
     journal = config.inside(config.journal)
     if journal.is_file():
         return
-    files: dict[str, dict[str, Any] | None] = {}
-    for path in config.files():
-        here = config.inside(path)
-        files[str(path)] = None
-        if here.is_file():
-            content = base64.b64encode(here.read_bytes()).decode()
-            files[str(path)] = {"content": content, "mode": here.stat().st_mode & 0o777}
-    live = {netdev: state for netdev, state in read_live(run).items() if netdev in config.rails}
-    settings = {str(path): read_text(config.inside(path)).strip() for path in config.settings()}
+    before, after = undo_commands(config, wanted)
+    state = {
+        "files": {str(path): kept(config, path) for path in wanted.files},
+        "live": {netdev: state for netdev, state in read_live(run).items() if netdev in config.addresses},
+        "settings": {str(path): read_text(config.inside(path)).strip() for path in config.settings()},
+        "before": before,
+        "after": after,
+    }
     journal.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    state = {"files": files, "live": live, "settings": settings}
     write_atomic(journal, json.dumps(state, indent=1).encode(), 0o600)
 
 
-def set_kernel(config: Config, settings: Mapping[Path, str]) -> None:
-    """Write kernel settings."""
-    for path, value in settings.items():
-        config.inside(path).write_text(f"{value}\n", encoding="ascii")
-
-
-def apply_netplan(run: Run) -> None:
-    """Make the files in /etc/netplan real. Raises FabricError."""
+def apply(config: Config, wanted: Wanted, run: Run, seconds: float) -> None:
+    """Make everything as planned and wait until the rails have their addresses. Raises FabricError or GuardError."""
+    if wanted.files.get(UNIT_FILE, ()) is None and config.inside(UNIT_FILE).is_file():
+        run(["systemctl", "disable", "--quiet", "--now", FIREWALL_UNIT])
+    for path, content in wanted.files.items():
+        if content is None:
+            config.inside(path).unlink(missing_ok=True)
+        elif (
+            config.inside(path).read_bytes() if config.inside(path).is_file() else None,
+            mode_of(config.inside(path)),
+        ) != content:
+            write_atomic(config.inside(path), *content)
+    for setting, value in config.settings().items():
+        config.inside(setting).write_text(f"{value}\n", encoding="ascii")
+    for profile in wanted.profiles:
+        run(["nmcli", "connection", "down", profile.uuid])
+    if wanted.profiles:
+        run(["nmcli", "connection", "reload"])
+    if wanted.firewall:
+        must(run, "systemctl", "daemon-reload")
+        must(run, "systemctl", "enable", "--quiet", FIREWALL_UNIT)
+        must(run, "systemctl", "restart", FIREWALL_UNIT)
+    for netdev in wanted.ufw:
+        must(run, "ufw", "allow", "in", "on", netdev)
     status, out, err = run(["netplan", "apply"])
     if status:
         raise FabricError(f"netplan apply failed: {(err or out).strip()}")
+    settle(config, run, seconds)
 
 
 def settle(config: Config, run: Run, seconds: float) -> None:
@@ -208,39 +155,61 @@ def settle(config: Config, run: Run, seconds: float) -> None:
 def converge(config: Config, run: Run, check: bool, seconds: float = SETTLE_SECONDS) -> Outcome:
     """Make files, kernel settings and interfaces as planned; with `check` only tell what would change.
 
-    While the plan is not confirmed, a timer takes it back after `CONFIRM_SECONDS`. Raises FabricError when
+    While the plan is not confirmed, a timer takes it back after `confirm_seconds`. Raises FabricError when
     netplan refuses the plan (nothing was touched) or when applying it fails (all is again as it was before).
     """
-    changes = [*file_changes(config), *setting_changes(config), *live_changes(config, run)]
+    wanted = examine(config, run)
     pending = config.inside(config.journal).is_file()
-    if changes:
-        validate(config, run)
-    if check or not (changes or pending):
-        return Outcome(changes, pending)
+    said = [
+        f"the NetworkManager profile {profile.name!r} on {profile.device or profile.bound} is taken over; "
+        f"fabric_state=absent brings it back from {config.origin}"
+        for profile in wanted.profiles
+        if profile_file(profile, config.root)
+    ]
+    if wanted.changes:
+        validate(config, wanted.files, run)
+    if check or not (wanted.changes or pending):
+        return Outcome(wanted.changes, pending, said)
     try:
-        save(config, run)
-        fabric_guard.arm(config.journal, inspect.getsource(fabric_guard), CONFIRM_SECONDS, run, config.root)
-        if changes:
-            for path, (text, mode) in config.files().items():
-                write_atomic(config.inside(path), text.encode(), mode)
-            set_kernel(config, config.settings())
-            apply_netplan(run)
-            settle(config, run, seconds)
+        save(config, wanted, run)
+        fabric_guard.arm(config.journal, inspect.getsource(fabric_guard), config.confirm_seconds, run, config.root)
+        if wanted.changes:
+            apply(config, wanted, run, seconds)
     except (ValueError, OSError) as error:
         try:
             revert(config, run)
         except GuardError as again:
             raise FabricError(f"{error}; files and addresses are as before, but {again}") from error
         raise FabricError(f"{error}; the previous network is back") from error
-    return Outcome(changes, pending=True)
+    return Outcome(wanted.changes, pending=True, said=said)
+
+
+def fingerprint(path: Path, data: bytes) -> str:
+    """sha256 of what is ours in a file: all of it, or the block in /etc/hosts."""
+    ours = find_block(data.decode("utf-8", "surrogateescape")).encode() if path == HOSTS else data
+    return hashlib.sha256(ours).hexdigest()
 
 
 def confirm(config: Config, run: Run) -> None:
-    """The plan is proven: forget how it was before. Raises FabricError when the timer was quicker."""
-    if not config.inside(config.journal).is_file():
+    """The plan is proven: keep the state before us for `absent`, forget the one before this plan.
+
+    Raises FabricError when the timer was quicker.
+    """
+    journal = read_json(config.inside(config.journal))
+    if not journal:
         raise FabricError(
-            f"the plan was taken back, because it was not confirmed within {CONFIRM_SECONDS:.0f} s: run again"
+            f"the plan was taken back, because it was not confirmed within {config.confirm_seconds} s: run again"
         )
+    origin = read_json(config.inside(config.origin))
+    merged = {"before": journal["before"], **origin}
+    for part in ("files", "settings", "live"):
+        merged[part] = {**journal[part], **origin.get(part, {})}
+    # Units are undone as the oldest state says; rules and profiles of later runs come on top.
+    later = [command for command in journal["after"] if not origin or command[0] != "systemctl"]
+    merged["after"] = [*origin.get("after", []), *(c for c in later if c not in origin.get("after", []))]
+    written = {str(path): fingerprint(path, content[0]) for path, content in config.files().items() if content}
+    merged["ours"] = {**dict.fromkeys(merged["files"], ""), **written}
+    write_atomic(config.inside(config.origin), json.dumps(merged, indent=1).encode(), 0o600)
     fabric_guard.disarm(config.journal, run, config.root)
 
 
@@ -248,3 +217,86 @@ def revert(config: Config, run: Run) -> bool:
     """Restore what the journal holds; False when there is none. Raises GuardError when netplan fails."""
     done: bool = fabric_guard.restore(config.journal, run, config.root)
     return done
+
+
+def remove(journal: Path, run: Run, check: bool, root: Path = Path("/")) -> list[Change]:
+    """Restore the node as it was before us, byte for byte; returns what changes. Safe to run again.
+
+    Raises FabricError when somebody edited a file of ours since, and GuardError when a command fails.
+    """
+    bare = Config(rails=(), mtu=0, netplan_file=Path("/"), netplan_text="", journal=journal, root=root)
+    if not check:
+        revert(bare, run)
+    origin = read_json(inside(root, bare.origin))
+    if not origin:
+        return []
+    refuse_edited(bare, origin)
+    hosts = origin["files"].get(str(HOSTS))
+    if hosts:
+        rest = with_block(read_text(inside(root, HOSTS)), "").encode("utf-8", "surrogateescape")
+        before = base64.b64decode(hosts["content"])
+        # Others may have written to /etc/hosts since: our block alone goes.
+        if rest.rstrip(b"\n") != before.rstrip(b"\n"):
+            hosts["content"] = base64.b64encode(rest).decode()
+    files: dict[Path, Content] = {
+        Path(path): (base64.b64decode(old["content"]), old["mode"]) if old else None
+        for path, old in origin["files"].items()
+    }
+    changes: list[Change] = file_changes(bare, files)
+    if not check:
+        fabric_guard.restore_state(origin, run, root)
+        inside(root, bare.origin).unlink()
+        fabric_guard.tidy(inside(root, journal).parent)
+    return changes
+
+
+def refuse_edited(config: Config, origin: Mapping[str, Any]) -> None:
+    """Raise FabricError that names every file of ours that is neither as we wrote it nor as it was before us."""
+    edited = []
+    for path, digest in origin["ours"].items():
+        here = config.inside(path)
+        now = fingerprint(Path(path), here.read_bytes()) if here.is_file() else ""
+        if now != digest and kept(config, path) != origin["files"].get(path):
+            edited.append(path)
+    if edited:
+        raise FabricError(
+            f"{' and '.join(edited)} was edited since sparkpair wrote it: keep a copy of what you need, run "
+            "playbooks/fabric.yml, which writes our version again, then fabric_state=absent once more"
+        )
+
+
+def run_task(params: Mapping[str, Any], run: Run, check: bool) -> tuple[dict[str, Any], list[str]]:
+    """What the `fabric_config` module does for its arguments: its result, and sentences for the owner.
+
+    Raises ValueError (FabricError, PlanError or GuardError).
+    """
+    journal, state = Path(params["journal"]), params["state"]
+    if state == "absent":
+        return listed(remove(journal, run, check), False), []
+    config = Config(
+        mtu=check_mtu(params["mtu"]),
+        netplan_file=Path(params["netplan_file"]),
+        netplan_text=params["netplan"],
+        journal=journal,
+        confirm_seconds=params["confirm_seconds"],
+        **{name: params[name] for name in ("rails", "rank", "names", "ports")},
+    )
+    if state == "present":
+        outcome = converge(config, run, check)
+        return listed(outcome.changes, outcome.pending), outcome.said
+    pending = journal.is_file()
+    if state == "reverted":
+        return {"changed": pending if check else revert(config, run), "pending": False}, []
+    if not check:
+        confirm(config, run)
+    return {"changed": False, "pending": False}, []
+
+
+def listed(changes: list[Change], pending: bool) -> dict[str, Any]:
+    """Changes as Ansible shows them."""
+    return {
+        "changed": bool(changes),
+        "pending": pending,
+        "changes": [change.title for change in changes],
+        "diff": [change.diff() for change in changes],
+    }

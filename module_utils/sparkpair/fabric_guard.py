@@ -90,6 +90,14 @@ def inside(root: Path, path: Path | str) -> Path:
     return root / str(path).lstrip("/")
 
 
+def tidy(folder: Path) -> None:
+    """Remove a folder when it is empty, and then ours above it."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+        if folder.parent.name == "sparkpair":
+            tidy(folder.parent)
+
+
 def arm(journal: Path, source: str, seconds: float, run: Run, root: Path = Path("/")) -> None:
     """Restore the journal in `seconds`, or after the next boot, unless `disarm` comes first. Raises GuardError.
 
@@ -115,6 +123,7 @@ def disarm(journal: Path, run: Run, root: Path = Path("/")) -> None:
         inside(root, UNIT_FILE).unlink(missing_ok=True)
         run(["systemctl", "daemon-reload"])
     inside(root, journal.with_name("guard.py")).unlink(missing_ok=True)
+    tidy(inside(root, journal).parent)
 
 
 def restore_live(before: Live, run: Run) -> None:
@@ -131,29 +140,55 @@ def restore_live(before: Live, run: Run) -> None:
 
 
 def restore(journal: Path, run: Run, root: Path = Path("/")) -> bool:
-    """Restore files, kernel settings, addresses and MTU from the journal; False when there is none.
-
-    Raises GuardError when netplan fails, after everything else is restored nevertheless.
-    """
+    """Restore the state that the journal holds; False when there is none. Raises GuardError."""
     here = inside(root, journal)
     if not here.is_file():
         disarm(journal, run, root)
         return False
-    state = json.loads(here.read_text(encoding="utf-8"))
-    for path, kept in state["files"].items():
+    try:
+        restore_state(json.loads(here.read_text(encoding="utf-8")), run, root)
+    finally:
+        disarm(journal, run, root)
+    return True
+
+
+def restore_files(files: Mapping[str, Mapping[str, Any] | None], root: Path) -> None:
+    """Write files as they were, byte for byte; remove those that were not there."""
+    for path, kept in files.items():
+        here = inside(root, path)
         if kept:
-            write_atomic(inside(root, path), base64.b64decode(kept["content"]), kept["mode"])
+            write_atomic(here, base64.b64decode(str(kept["content"])), int(kept["mode"]))
         else:
-            inside(root, path).unlink(missing_ok=True)
+            here.unlink(missing_ok=True)
+            if here.parent.name == "sparkpair":
+                tidy(here.parent)
+
+
+def restore_state(state: Mapping[str, Any], run: Run, root: Path) -> None:
+    """Restore files, kernel settings, addresses and MTU, and run the commands that undo the rest.
+
+    `state` holds `files`, `settings`, `live`, and lists of commands `before` and `after`. A command that fails
+    stops nothing: GuardError with all failures comes at the end, but for those of `before`.
+    """
+    failed = []
+
+    def attempt(*command: str) -> None:
+        status, out, err = run(list(command))
+        if status:
+            failed.append(f"{' '.join(command)} failed: {(err or out).strip()}")
+
+    for command in state.get("before", []):
+        run(list(command))  # fails where the plan was taken back before its unit was written
+    restore_files(state["files"], root)
     for path, value in state["settings"].items():
         if value and inside(root, path).exists():
             inside(root, path).write_text(f"{value}\n", encoding="ascii")
-    status, out, err = run(["netplan", "apply"])
+    attempt("netplan", "apply")
     restore_live(state["live"], run)
-    disarm(journal, run, root)
-    if status:
-        raise GuardError(f"netplan apply failed: {(err or out).strip()}")
-    return True
+    for command in state.get("after", []):
+        attempt(*command)
+    if failed:
+        raise GuardError("; ".join(failed))
 
 
 def run_command(command: Sequence[str]) -> tuple[int, str, str]:

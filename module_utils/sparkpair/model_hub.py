@@ -42,8 +42,8 @@ from huggingface_hub import snapshot_download
 wish = json.loads(sys.argv[1])
 try:
     snapshot_download(wish["repo"], revision=wish["revision"], local_dir=wish["folder"],
-                      ignore_patterns=wish["ignore"], max_workers=wish["streams"]) print(json.dumps({"done":
-                      True}))
+                      ignore_patterns=wish["ignore"], max_workers=wish["streams"])
+    print(json.dumps({"done": True}))
 except Exception as error:
     print(json.dumps({"error": type(error).__name__, "text": str(error)}))
 """
@@ -52,7 +52,10 @@ REMEDIES = {
     "RevisionNotFoundError": "there is no such commit; set model_revision to one of the repository",
     "GatedRepoError": "the repository is gated; accept its terms with your account and set model_token",
     "RepositoryNotFoundError": "there is no such repository for this token; check model_repo and model_token",
-    "LocalEntryNotFoundError": "the hub cannot be reached; set a proxy in model_environment, or model_source",
+    **dict.fromkeys(
+        ("ConnectError", "ConnectTimeout", "LocalEntryNotFoundError"),
+        "the hub cannot be reached; set a proxy in model_environment, or model_source",
+    ),
     "OfflineModeIsEnabled": "the hub's client is told to be offline; remove HF_HUB_OFFLINE from model_environment",
 }
 
@@ -130,5 +133,6 @@ def _run(python: str, script: str, wish: dict[str, Any], token: str, place: Plac
         raise ModelError(f"huggingface_hub ended with {done.returncode}: {''.join(said)[:300]}") from error
     if "error" in answer:
         remedy = REMEDIES.get(answer["error"], "run again; the download goes on where it stopped")
-        raise ModelError(f"{wish['repo']} at {wish['revision']}: {remedy} ({answer['error']}: {answer['text'][:300]})")
+        text = " ".join(str(answer["text"]).split())[:200]
+        raise ModelError(f"{wish['repo']} at {wish['revision']}: {remedy} ({answer['error']}: {text})")
     return answer

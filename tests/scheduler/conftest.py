@@ -39,25 +39,27 @@ def classes(source: bytes, stock: Any, stock_async: Any) -> dict[bool, Any]:
     return {False: module.Scheduler, True: wrapper.AsyncScheduler}
 
 
-@pytest.fixture(scope="session")
-def rig() -> proof.Rig:
-    """A rig whose classes carry the hooks of this checkout."""
+def make_rig(*, hooks: bool = True) -> proof.Rig:
+    """A rig whose classes carry the hooks of this checkout, or none."""
     rig = proof.Rig()
     from vllm.v1.core.sched import async_scheduler, scheduler
 
-    runtime = types.ModuleType("vllm.v1.core.sched.dspark_prefill")
-    exec(compile(RUNTIME, "dspark_prefill.py", "exec"), runtime.__dict__)
-    sys.modules[runtime.__name__] = runtime
-    rig.classes = classes(patcher.patch(original(scheduler.__file__), 1), scheduler, async_scheduler)
-    rig.runtime = runtime  # type: ignore[attr-defined]
+    source = original(scheduler.__file__)
+    if hooks:
+        runtime = types.ModuleType("vllm.v1.core.sched.dspark_prefill")
+        exec(compile(RUNTIME, "dspark_prefill.py", "exec"), runtime.__dict__)
+        sys.modules[runtime.__name__] = runtime
+        rig.runtime = runtime  # type: ignore[attr-defined]
+        source = patcher.patch(source, runtime.REVISION)
+    rig.classes = classes(source, scheduler, async_scheduler)
     return rig
 
 
 @pytest.fixture(scope="session")
-def stock(rig: proof.Rig) -> proof.Rig:
-    """The same without hooks."""
-    from vllm.v1.core.sched import async_scheduler, scheduler
+def rig() -> proof.Rig:
+    return make_rig()
 
-    plain = proof.Rig()
-    plain.classes = classes(original(scheduler.__file__), scheduler, async_scheduler)
-    return plain
+
+@pytest.fixture(scope="session")
+def stock() -> proof.Rig:
+    return make_rig(hooks=False)

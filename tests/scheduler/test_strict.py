@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
-
 import proof
 import pytest
+import workloads
 
 CAP = "DSPARK_MAX_INFLIGHT_PREFILLS"
 
@@ -49,12 +48,12 @@ def test_loads_in_flight_neither_block_nor_are_blocked(rig, cap, loads):
 
 def test_the_probe_catches_the_rule_that_deadlocks(rig, monkeypatch):
     """Counting vLLM's own set of prefills in flight, as one published hotfix does, never serves anybody."""
-    monkeypatch.setattr(
-        rig.runtime.StrictGate, "_count", lambda gate, _scheduled: len(gate.scheduler._inflight_prefills)
-    )
-    monkeypatch.setattr(rig.runtime, "holds_work", lambda _request: False)
-    monkeypatch.setattr(rig.runtime.StrictGate, "end", lambda _gate, _scheduled: None)
-    monkeypatch.setattr(rig.runtime.StrictGate, "_exempt", lambda _gate, _request: False)
+
+    def tracked(gate, request, _scheduled):
+        full = len(gate.scheduler._inflight_prefills) >= gate.settings.cap
+        return rig.runtime.STOP if full else rig.runtime.ADMIT
+
+    monkeypatch.setattr(rig.runtime.StrictGate, "before_lookup", tracked)
     with proof.settings(**strict(1)):
         seen = proof.drive_loads(rig, loads=2, prompts=2)
     assert any(name.startswith("prompt") for name in seen.unfinished)
@@ -81,38 +80,9 @@ def test_off_is_stock(rig, stock):
         assert steps[0] == steps[1]
 
 
-def random_run(rig, seed, *, policy, env):
-    """One random workload: sizes, settings and arrivals from ``seed``."""
-    r = random.Random(seed)
-    budget = r.choice([512, 2048, 8192])
-    asynchronous = r.random() < 0.5
-    drafts = 0 if asynchronous else r.choice([0, 0, 3])
-    caching = r.random() < 0.3
-    work = []
-    for i in range(r.randint(4, 30)):
-        prompt = r.choice([r.randint(5, 60), r.randint(100, 900), r.randint(2000, 9000)])
-        out = r.choice([1, 2, 8, 40])
-        arrival = r.choice([0, r.randint(0, 80)])
-        work.append((arrival, f"r{i}", prompt, out, r.randint(0, 3)))
-    need = max(-(-(p + o + 64) // proof.BLOCK) for _, _, p, o, _ in work) + 8
-    blocks = int(need * r.uniform(1.1, 2.5)) + 4 if r.random() < 0.35 else 60000
-    with proof.settings(**env):
-        scheduler = rig.scheduler(
-            asynchronous=asynchronous, budget=budget, threshold=min(r.choice([0, 0, 128, 512]), budget),
-            seqs=r.choice([8, 16, 64]), blocks=blocks, policy=r.choice(["fcfs", "fcfs", "priority"]), caching=caching,
-            drafts=drafts, max_len=32768,
-        )  # fmt: skip
-    arrivals = [
-        (when, rig.request(n, prompt, out, priority=p, arrival=1.0 + when, caching=caching))
-        for when, n, prompt, out, p in work
-    ]
-    return proof.drive(rig, scheduler, arrivals, asynchronous=asynchronous), arrivals
-
-
 @pytest.mark.parametrize("seed", range(1000, 1040))
 def test_random_workloads(rig, seed):
     cap = 1 + seed % 3
-    seen, arrivals = random_run(rig, seed, policy="strict", env=strict(cap))
+    seen = workloads.random_workload(seed).run(rig, strict(cap))
     assert seen.unfinished == []
-    preempted = sum(r.num_preemptions > 0 for _, r in arrivals)
-    assert seen.partial <= cap + preempted, "preempted streams are never held; nobody else is above the cap"
+    assert seen.partial <= cap + seen.preempted, "preempted streams are never held; nobody else is above the cap"

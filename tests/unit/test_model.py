@@ -434,6 +434,11 @@ def test_what_the_hub_refuses_has_a_remedy(tmp_path, hub, name, remedy):
     assert f"o/r at {COMMIT}" in str(caught.value)
 
 
+def test_the_scripts_for_the_hub_are_python():
+    for script in (model_hub._LIST, model_hub._DOWNLOAD):
+        compile(script, "script", "exec")
+
+
 def test_a_repository_without_a_model_is_refused_before_the_download(tmp_path, hub):
     python, answer = hub
     answer({"files": {"README.md": [1, ""]}}, {})
