@@ -270,6 +270,7 @@ def read_facts(
         "rank_env": parse_keys(texts["/etc/sparkpair/rank.env"]),
         "engine": [line for line in read_text(root / "etc/sparkpair/engine.yaml").splitlines() if ": " in line],
         "files": texts,
+        "accepted": read_text(root / "var/lib/sparkpair/accepted").strip(),
         "leftovers": read_leftovers(root),
         "listeners": parse_listeners(read_text(root / "proc/net/tcp") + read_text(root / "proc/net/tcp6")),
         "api_key": int(key.exists() and key.stat().st_size > 0),

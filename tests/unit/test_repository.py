@@ -12,7 +12,7 @@ import pytest
 import yaml
 from conftest import ROOT
 
-STAGES = ["preflight", "fabric", "gpu", "vllm_env", "hotfix", "model", "serve", "verify"]
+STAGES = ["preflight", "fabric", "gpu", "accept", "vllm_env", "hotfix", "model", "serve", "verify"]
 TASK_LINES = 60
 
 
