@@ -51,17 +51,16 @@ unit: tools  ## pure functions and modules, no root, no network
 	@$(RUN) pytest tests/unit
 
 # The lab's vLLM, on this machine: its wheels are built for Python 3.11.
-VLLM_LOCK := 0.32.0-x86_64-cpu.txt
 .PHONY: vllm-venv
 vllm-venv: tools
-	@cmp -s locks/$(VLLM_LOCK) $(VLLM_VENV)/$(VLLM_LOCK) || { $(RUN) \
+	@$(RUN) wheels=$$(python3 lab/wheelhouse.py .cache | tail -n 1); lock=$$(cat "$$wheels/LOCK"); \
+	  ! cmp -s "locks/$$lock" $(VLLM_VENV)/lock || exit 0; \
 	  echo "scheduler: installing vLLM into $(VLLM_VENV)"; \
 	  export UV_CACHE_DIR=.cache/uv; \
-	  wheels=$$(python3 lab/wheelhouse.py .cache | tail -n 1); \
 	  uv venv --quiet --clear --no-python-downloads --python 3.11 $(VLLM_VENV); \
-	  uv pip sync --quiet --python $(VLLM_VENV) --require-hashes --no-index --find-links "$$wheels" locks/$(VLLM_LOCK); \
+	  uv pip sync --quiet --python $(VLLM_VENV) --require-hashes --no-index --find-links "$$wheels" "locks/$$lock"; \
 	  uv pip install --quiet --python $(VLLM_VENV) $$(grep -E '^(pytest|hypothesis)==' requirements-dev.txt); \
-	  cp locks/$(VLLM_LOCK) $(VLLM_VENV)/; }
+	  cp "locks/$$lock" $(VLLM_VENV)/lock
 
 .PHONY: scheduler
 scheduler: vllm-venv  ## the hotfix on the real scheduler of the installed vLLM

@@ -19,7 +19,7 @@ from lab import host, network
 from lab.cgroups import Group
 from lab.settings import INTERFACES, LabError, Settings
 
-STATE = ("keys", "known_hosts", "ssh_config", "become_password", "apt")
+STATE = ("keys", "known_hosts", "ssh_config", "become_password", "vllm_env_lock", "apt")
 """What lies in the state folder beside the nodes' disks."""
 
 

@@ -147,6 +147,7 @@ def fresh(settings: Settings) -> None:
     disk.write(settings.run_folder / "lab.json", json.dumps(asdict(record), indent=1) + "\n")
     host.step(f"making fresh disks for {' and '.join(node.name for node in settings.nodes)}")
     disk.write_shared_state(settings)
+    disk.write(settings.state / "vllm_env_lock", wheelhouse.lock_name(Path(record.wheelhouse)) + "\n")
     apt_repository.build(settings.state / "apt")
     password = (settings.state / "become_password").read_text().strip()
     hashed = disk.password_hash(Path(record.lower), password)

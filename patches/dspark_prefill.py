@@ -23,6 +23,7 @@ Environment, read once in :func:`attach`:
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import os
@@ -50,6 +51,9 @@ SHORT_STEPS = 4
 
 LOOK_AHEAD = 16
 """Waiting requests that one step considers, beyond those that it admits."""
+
+MOST_STALLED = 8
+"""Steps without a token after which a running prefill gets one step's budget, whatever is beside it."""
 
 MEASURE_AGAIN = 32
 """Steps after which the cached prefix of a held request is looked up again."""
@@ -193,7 +197,7 @@ class StrictGate(Gate):
         self.unfinished: list[Request] = []  # partial prefills in `running` at the start of the step
         self.partial: dict[str, int] = {}  # partial prefills that count now, with the tokens they have left
         self.seen = -1  # entries of `running` looked at in this step; -1: none yet
-        self.exempt = -1  # waiting requests that must still be looked at in this step; -1: not counted yet
+        self.exempt: set[str] | None = None  # waiting requests that this step must still look at; None: not asked yet
         self.held: list[str] = []
         self.escapes: list[str] = []
         self.demand: dict[str, int] = {}  # position in `running` of every request due a decode token; filled for DIAG
@@ -201,11 +205,9 @@ class StrictGate(Gate):
 
     def begin(self) -> Gate:
         self.step += 1
-        self.seen = self.exempt = -1
-        if self.held:
-            self.held = []
-        if self.escapes:
-            self.escapes = []
+        self.seen, self.exempt = -1, None
+        if self.held or self.escapes:
+            self.held, self.escapes = [], []
         if self.settings.diag:
             self.demand = {r.request_id: i for i, r in enumerate(self.scheduler.running) if self._wants_decode(r)}
         return self
@@ -250,19 +252,20 @@ class StrictGate(Gate):
             self.seen += 1
 
     def _exempted(self, request: Request, scheduled: Mapping[str, int]) -> bool:
-        if holds_work(request):
-            self.exempt -= self.exempt > 0
-        elif not self.idle_steps or scheduled:
+        if not holds_work(request) and (scheduled or not self.idle_steps):
             return False
-        self.escapes.append(request.request_id)
+        if self.exempt:
+            self.exempt.discard(request.request_id)
+        if request.request_id not in self.escapes[-1:]:
+            self.escapes.append(request.request_id)
         return True
 
     def _last_look(self, request: Request) -> int:
         """Hold ``request``, and look no further unless somebody behind it must not wait."""
         self.held.append(request.request_id)
-        if self.exempt < 0:
-            self.exempt = sum(map(self._must_be_seen, self._waiting()))
-        return SKIP if self.exempt > 0 else STOP
+        if self.exempt is None:
+            self.exempt = {r.request_id for r in self._waiting() if self._must_be_seen(r)}
+        return SKIP if self.exempt else STOP
 
     def _waiting(self) -> Iterator[Request]:
         """Every waiting request, roughly in order; the queues differ by release."""
@@ -325,17 +328,19 @@ class FairGate(StrictGate):
 
     def __init__(self, scheduler: Any, settings: Settings) -> None:
         super().__init__(scheduler, settings)
-        config = scheduler.scheduler_config
+        config = scheduler.scheduler_config = copy.copy(scheduler.scheduler_config)
         # Hybrid models cut prefills at block ends: a chunk below one block would never move.
         self.grain = scheduler.cache_config.block_size if getattr(scheduler, "need_mamba_block_aligned_split", 0) else 1
         self.allowance = max(settings.allowance or config.long_prefill_token_threshold or ALLOWANCE, self.grain)
         # The allowance takes the threshold's place: that one also slows prefills that nobody decodes beside.
         config.long_prefill_token_threshold = 0
+        self.whole_items = getattr(config, "disable_chunked_mm_input", False)
         self.short = SHORT_STEPS * self.allowance
         self.share = 0  # prefill tokens that this step may compute
         self.credit = 0  # tokens that short prompts may still take from long ones
         self.used = 0
         self.want = 0  # part of the share that long prefills leave to short ones
+        self.stalled: dict[str, int] = {}  # partial prefill: steps in a row that gave it nothing
         self.measured: dict[str, tuple[int, int]] = {}  # held request: tokens left after its lookup, step of that
 
     def begin(self) -> Gate:
@@ -348,19 +353,19 @@ class FairGate(StrictGate):
             room = self.share - decoders * (1 + scheduler.num_spec_tokens)
             self.share = max(min(self.allowance, room), self.allowance // 8, self.grain)
         self.used = 0
-        self.want = self._want(bool(decoders))
+        self.want = self._want()
         if len(self.measured) > 1024:  # requests that were aborted while they were held
             self.measured = {k: v for k, v in self.measured.items() if self.step - v[1] < MEASURE_AGAIN}
         self.clipped = {r.request_id for r in self.unfinished}
         return self
 
-    def _want(self, live: bool) -> int:
+    def _want(self) -> int:
         """Tokens of the share that short prompts, running and waiting, can use in this step, as far as credit goes."""
         most = self.share - self.share // 16  # the rest keeps long prefills moving
         self.credit = min(self.credit + self.share // 2, 2 * self.share)
         room = min(most, self.credit)
         slot = self.settings.cap > 1  # with a slot of its own a short prompt need not fit into one step
-        limit = self.short if slot and live else min(most, self.short)
+        limit = self.short if slot else min(most, self.short)
         want = sum(n for r in self.unfinished if (n := remaining_tokens(r)) <= self.short) if slot else 0
         for request in islice(self._waiting(), LOOK_AHEAD):
             known = self.measured.get(request.request_id)
@@ -381,6 +386,8 @@ class FairGate(StrictGate):
         return max(min(tokens, room), 0)
 
     def clip(self, request: Request, tokens: int, budget: int) -> int:
+        if self._uncut(request) or self.stalled.get(request.request_id, 0) >= MOST_STALLED:
+            return tokens
         short = remaining_tokens(request) <= self.short
         given = self._give(tokens, self.settings.cap == 1 or not short)
         self.used += given
@@ -397,8 +404,8 @@ class FairGate(StrictGate):
         self._count_admitted(scheduled)
         if len(self.held) >= LOOK_AHEAD:
             return ADMIT if self._exempted(request, scheduled) else self._last_look(request)
-        left, when = self.measured.get(request.request_id, (0, 0))
-        if left and self.step - when < MEASURE_AGAIN and self._full(left, self.share - self.used):
+        known, when = self.measured.get(request.request_id, (0, 0))
+        if known and self.step - when < MEASURE_AGAIN and self._full(known, self.share - self.used):
             # Looking its prefix up again would change nothing.
             if self._exempted(request, scheduled):
                 return ADMIT
@@ -408,7 +415,7 @@ class FairGate(StrictGate):
 
     def chunk(self, request: Request, computed: int, tokens: int) -> int:
         left = request.num_tokens - computed
-        return max(self._give(tokens, left > self.short), 1) if left > 1 else tokens
+        return tokens if left <= 1 or self._uncut(request) else max(self._give(tokens, left > self.short), 1)
 
     def after_lookup(
         self, request: Request, computed: int, tokens: int, scheduled: Mapping[str, int], loading: bool
@@ -426,6 +433,15 @@ class FairGate(StrictGate):
         if left <= self.short:
             self._pay(tokens)
         return ADMIT
+
+    def end(self, scheduled: Mapping[str, int]) -> None:
+        super().end(scheduled)
+        names = [r.request_id for r in self.unfinished]
+        self.stalled = {name: self.stalled.get(name, 0) + 1 for name in names if name not in scheduled}
+
+    def _uncut(self, request: Request) -> bool:
+        """Whether a part of ``request`` must be computed whole, so that a smaller chunk might never move it."""
+        return self.whole_items and bool(getattr(request, "has_encoder_inputs", False))
 
     def _full(self, left: int, tokens: int) -> bool:
         """Whether a prompt with ``left`` tokens to compute has no place in this step, with a chunk of ``tokens``."""

@@ -253,3 +253,116 @@ def test_diag_lines_parse_and_show_a_skipped_decode(monkeypatch, caplog):
     assert records[1]["prefill"] == {"long": 10}
     assert records[1]["live"] == 1
     assert records[2]["decode_skips"] == {"lane": {"position": 1, "run": 2}}
+
+
+def fair_gate(running=(), waiting=(), *, cap=2, allowance=512, budget=8192, **attributes):
+    scheduler = SimpleNamespace(
+        running=list(running), waiting=list(waiting), max_model_len=10**6, max_num_scheduled_tokens=budget,
+        num_spec_tokens=0, scheduler_config=SimpleNamespace(long_prefill_token_threshold=1024), **attributes,
+    )  # fmt: skip
+    environ = {CAP: str(cap), "DSPARK_MIXED_PREFILL_TOKENS": str(allowance)}
+    return runtime.FairGate(scheduler, runtime.Settings(environ)).begin()
+
+
+LANE = request("lane", 101, 100, prompt=100)
+LONG = request("long", 100_000, 5000)
+
+
+@pytest.mark.parametrize(
+    ("running", "waiting", "given"),
+    [
+        ([LONG], [], 8192),
+        ([LONG, LANE], [], 512),
+        ([LONG, LANE], [request("s", 100)], 412),
+        ([LONG, LANE], [request("other", 50_000)], 512),
+        ([LONG, LANE], [request("s", 2000)], 256),
+    ],
+)
+def test_what_a_long_prefill_gets(running, waiting, given):
+    assert fair_gate(running, waiting).clip(LONG, 8192, 8192) == given
+
+
+def test_streams_keep_their_part_of_a_small_budget():
+    lanes = [request(f"lane{i}", 101, 100, prompt=100) for i in range(40)]
+    assert fair_gate([LONG, *lanes], budget=128).clip(LONG, 128, 128) == 88
+
+
+def test_a_request_that_fits_passes_and_one_that_does_not_is_held():
+    g = fair_gate([LONG, LANE], [request("s", 100)])
+    scheduled = {"long": g.clip(LONG, 8192, 8192), "lane": 1}
+    for name, total, verdict in (("other", 50_000, runtime.SKIP), ("s", 100, runtime.ADMIT), ("t", 600, runtime.SKIP)):
+        req = request(name, total)
+        assert g.before_lookup(req, scheduled) == runtime.ADMIT
+        tokens = g.chunk(req, 0, total)
+        assert g.after_lookup(req, 0, tokens, scheduled, False) == verdict, name
+        if verdict == runtime.ADMIT:
+            g.scheduler.running.append(req)
+            scheduled[name] = tokens
+    assert sum(scheduled.values()) == 513
+
+
+def test_a_held_request_is_not_looked_up_again_for_a_while():
+    g = fair_gate([LONG, LANE])
+    other = request("other", 50_000)
+    scheduled = {"long": g.clip(LONG, 8192, 8192)}
+    verdicts = []
+    for _ in range(40):
+        verdict = g.before_lookup(other, scheduled)
+        if verdict == runtime.ADMIT:
+            verdict = g.after_lookup(other, 0, g.chunk(other, 0, 8192), scheduled, False) + 10
+        verdicts.append(verdict)
+        g.end(scheduled)
+        g.begin()
+        g.clip(LONG, 8192, 8192)
+    assert verdicts == [11] + [runtime.SKIP] * 31 + [11] + [runtime.SKIP] * 7
+
+
+def test_looks_at_16_held_requests_and_no_more_but_for_who_must_not_wait():
+    preempted = request("p", 900, status="PREEMPTED")
+    for behind, last in (([], runtime.STOP), ([preempted], runtime.SKIP)):
+        g = fair_gate([LONG, LANE], behind)
+        scheduled = {"long": g.clip(LONG, 8192, 8192)}
+        for i in range(16):
+            req = request(f"h{i}", 50_000)
+            assert g.before_lookup(req, scheduled) == runtime.ADMIT
+            assert g.after_lookup(req, 0, g.chunk(req, 0, 8192), scheduled, False) == runtime.SKIP
+        assert g.before_lookup(request("h16", 50_000), scheduled) == last
+    assert g.before_lookup(preempted, scheduled) == runtime.ADMIT
+    assert g.after_lookup(preempted, 0, g.chunk(preempted, 0, 900), scheduled, False) == runtime.ADMIT
+    assert g.before_lookup(request("h17", 50_000), scheduled) == runtime.STOP
+
+
+def test_a_stalled_prefill_is_let_through_after_8_steps():
+    g = fair_gate([LONG, LANE])
+    for _ in range(runtime.MOST_STALLED):
+        assert g.clip(LONG, 8192, 8192) == 512
+        g.end({"lane": 1})
+        g.begin()
+    assert g.clip(LONG, 8192, 8192) == 8192
+
+
+def test_blocks_and_media_that_must_stay_whole():
+    aligned = fair_gate(
+        [LONG, LANE], need_mamba_block_aligned_split=True, cache_config=SimpleNamespace(block_size=2048)
+    )
+    assert aligned.clip(LONG, 8192, 8192) == 2048
+    g = fair_gate([LONG, LANE])
+    g.whole_items = True
+    image = SimpleNamespace(**vars(LONG), has_encoder_inputs=True)
+    assert g.clip(image, 3000, 8192) == 3000
+    assert g.clip(LONG, 3000, 8192) == 512
+
+
+def test_the_allowance_replaces_the_threshold_on_the_schedulers_own_copy():
+    config = SimpleNamespace(long_prefill_token_threshold=1024)
+    scheduler = SimpleNamespace(scheduler_config=config)
+    g = runtime.FairGate(scheduler, runtime.Settings({}))
+    assert g.allowance == 1024
+    assert scheduler.scheduler_config.long_prefill_token_threshold == 0
+    assert config.long_prefill_token_threshold == 1024
+
+
+@pytest.mark.parametrize(("raw", "value", "warned"), [("", 0, 0), ("256", 256, 0), ("-1", 0, 0), ("half", 0, 1)])
+def test_allowance(raw, value, warned):
+    settings = runtime.Settings({"DSPARK_MIXED_PREFILL_TOKENS": raw})
+    assert (settings.allowance, len(settings.warnings)) == (value, warned)
