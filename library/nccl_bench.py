@@ -21,6 +21,12 @@ options:
   hcas: {description: This node's RDMA devices in rail order, type: list, elements: str, required: true}
   environment: {description: This node's variables, type: dict, default: {}}
   available: {description: Least available memory of all nodes in bytes, type: int, required: true}
+  sizes:
+    description: Sizes of a run in GiB, of which the largest that fits is taken.
+    type: list
+    elements: int
+    required: true
+  margin: {description: Memory in GiB that stays free beside the buffers, type: int, required: true}
   iterations: {description: Repetitions, type: int, default: 20}
   seconds: {description: Longest time of one arm, type: int, default: 300}
   arms: {description: "What is compared: both, one, sockets", type: list, elements: str, default: [both]}
@@ -41,6 +47,8 @@ EXAMPLES = r"""
     folder: /opt/sparkpair/nccl-tests
     hcas: [rocep1s0f0, roceP2p1s0f0]
     available: 100000000000
+    sizes: [16, 8, 4, 2]
+    margin: 8
 """
 
 RETURN = r"""
@@ -71,6 +79,8 @@ def main() -> None:
             "hcas": {**words, "elements": "str", "required": True},
             "environment": {"type": "dict", "default": {}},
             "available": number,
+            "sizes": {**words, "elements": "int", "required": True},
+            "margin": number,
             "iterations": {"type": "int", "default": 20},
             "seconds": {"type": "int", "default": 300},
             "arms": {**words, "elements": "str", "default": ["both"], "choices": list(nccl.ARMS)},
@@ -78,9 +88,10 @@ def main() -> None:
         supports_check_mode=True,
     )
     p = module.params
-    size = nccl.choose_size(p.pop("available"))
+    sizes, margin, available = p.pop("sizes"), p.pop("margin"), p.pop("available")
+    size = nccl.choose_size(available, sizes, margin)
     if module.check_mode or size is None:
-        found = nccl.failed("no-memory", "too little memory for a run of 2 GiB").as_dict()
+        found = nccl.failed("no-memory", f"{available / nccl.GIB:.1f} GiB for {min(sizes)} GiB twice").as_dict()
         module.exit_json(changed=False, arms={} if module.check_mode else {p["arms"][0]: {"verdict": found}}, given=[])
     environment = {name: str(value) for name, value in p.pop("environment").items()}
     lists = {name: tuple(p.pop(name)) for name in ("addresses", "groups", "hcas", "arms")}

@@ -15,12 +15,6 @@ FLOOR = 21.9
 """GB/s that a pair must reach; NVIDIA's own script wants 175 Gb/s, which is 21.875."""
 
 GIB = 1 << 30
-SIZES = (16, 8, 4, 2)
-"""Sizes of a run in GiB, largest first; below 2 GiB the number means little."""
-
-MARGIN = 8 * GIB
-"""Memory that stays free beside the buffers (bytes): a run of 16 GiB needs 40 GiB, below that it froze nodes."""
-
 ARMS: Mapping[str, Mapping[str, str]] = {
     "both": {},
     "one": {"NCCL_IB_HCA": "one"},
@@ -159,10 +153,13 @@ def judge(bench: Bench, rails: int = 2, floor: float = FLOOR) -> Verdict:
     return failed("slow", used)
 
 
-def choose_size(available: int) -> int | None:
-    """Bytes of the largest run that `available` bytes of memory hold twice beside MARGIN; None when none is useful."""
-    for size in SIZES:
-        if 2 * size * GIB + MARGIN <= available:
+def choose_size(available: int, sizes: Sequence[int], margin: int) -> int | None:
+    """Bytes of the largest of `sizes` that `available` bytes of memory hold twice beside `margin`; None when none fits.
+
+    `sizes` and `margin` in GiB. A run of 16 GiB needs 32 GiB of buffers and 8 GiB beside; with less it froze nodes.
+    """
+    for size in sorted(sizes, reverse=True):
+        if (2 * size + margin) * GIB <= available:
             return size * GIB
     return None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import pkgutil
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -26,8 +27,11 @@ PROGRAM = "all_gather_perf"
 TAIL = 30
 """Lines of a run's end that the report keeps."""
 
-FIRST_S = 90.0
-"""Seconds that a peer waits for the head's first word; the head may be building nccl-tests' copy until then."""
+FIRST_S = 60.0
+"""Seconds that head and peers wait for each other's first word: the nodes start the task a few seconds apart."""
+
+OVER_S = 15.0
+"""Seconds that the head tries to tell a peer that the run is over."""
 
 
 @dataclass(frozen=True)
@@ -93,10 +97,12 @@ def handler(plan: Plan, run: Run) -> peer.Handler:
 def listen(plan: Plan, run: Run) -> dict[str, Any]:
     """The part of a rank above 0. Raises PeerError when the head never asked or never ended the run."""
     server = peer.Server(plan.addresses[plan.rank], plan.port, plan.secret, handler(plan, run))
-    bound = FIRST_S + len(plan.arms) * (plan.seconds + 30)
-    if not server.serve(bound):
+    bound = len(plan.arms) * (plan.seconds + 30)
+    if not server.serve(FIRST_S, bound):
         said = "did not end its run" if server.asked.is_set() else "did not ask"
-        raise peer.PeerError(f"the head {said} within {bound:.0f} s on {plan.addresses[plan.rank]}:{plan.port}")
+        raise peer.PeerError(
+            f"the head {said} within {FIRST_S + bound:.0f} s on {plan.addresses[plan.rank]}:{plan.port}"
+        )
     return {}
 
 
@@ -148,11 +154,16 @@ def run_arm(plan: Plan, run: Run, arm: str, clock: Any = time.monotonic) -> dict
     }
 
 
+def own_source() -> bytes:
+    """The text of peer.py, also from the archive in which Ansible sends it to the node."""
+    return pkgutil.get_data("ansible.module_utils.sparkpair", "peer.py") or b""
+
+
 def lead(plan: Plan, run: Run) -> dict[str, Any]:
     """The part of rank 0: every arm in turn. Raises PeerError when a peer does not answer."""
     RUNTIME.mkdir(mode=0o755, exist_ok=True)
     try:
-        files.put(RUNTIME / "peer.py", Path(peer.__file__).read_bytes(), 0o644)
+        files.put(RUNTIME / "peer.py", own_source(), 0o644)
         files.put(RUNTIME / "secret", plan.secret.encode(), 0o400)
         given = bring_program(plan)
         arms = {arm: run_arm(plan, run, arm) for arm in plan.arms}
@@ -161,6 +172,7 @@ def lead(plan: Plan, run: Run) -> dict[str, Any]:
         shutil.rmtree(RUNTIME, ignore_errors=True)
         for address in plan.addresses[1:]:
             try:
-                peer.ask(address, plan.port, plan.secret, {"do": "over"}, wait=0)
+                # A run that failed at once may be over before a peer listens.
+                peer.ask(address, plan.port, plan.secret, {"do": "over"}, wait=OVER_S)
             except peer.PeerError:
                 continue  # it ended by itself and says so

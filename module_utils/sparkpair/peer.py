@@ -93,12 +93,12 @@ class Server(socketserver.ThreadingTCPServer):
         self.over, self.asked = threading.Event(), threading.Event()
         super().__init__((address, port), Connection)
 
-    def serve(self, seconds: float) -> bool:
-        """Serve for at most `seconds`; whether the head said that the run is over."""
+    def serve(self, first: float, seconds: float) -> bool:
+        """Serve for `first` seconds until the head asks at all, then for `seconds`; whether it ended the run."""
         thread = threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
         thread.start()
         try:
-            return self.over.wait(seconds)
+            return self.asked.wait(first) and self.over.wait(seconds)
         finally:
             self.shutdown()
             self.server_close()
