@@ -14,8 +14,8 @@ from lab.settings import LabError, Settings, read_settings
 DESCRIPTION = """\
 Two simulated DGX Sparks on this machine: systemd hosts in network namespaces of their own.
 
-Environment: LAB_ID (name of the lab, default sparkpair), LAB_NODES (2 or 3), LAB_DIR (state, default .lab),
-LAB_CACHE_DIR (built parts, default .cache), LAB_DEBIAN_MIRROR (default: debootstrap's own)."""
+Environment: LAB_ID (name of the lab, default sparkpair), LAB_NODES (2 or 3), LAB_RING (set: three nodes in a ring),
+LAB_DIR (state, default .lab), LAB_CACHE_DIR (built parts, default .cache), LAB_DEBIAN_MIRROR (else debootstrap's)."""
 
 VERBS = {
     "build": "build the parts that are missing in the cache (and install what this machine lacks)",

@@ -46,9 +46,11 @@ def delete_namespace(name: str) -> None:
 def cable_commands(settings: Settings) -> list[str]:
     """`ip` commands that lay all cables in the park namespace.
 
-    Two nodes are joined back to back. With three, each rail is a bridge. The empty cage has the other end of its
-    veth down, so it never has a carrier.
+    Two nodes are joined back to back. With three, each rail is a bridge, or, in a ring, the first cage of each node
+    is joined to the second of the next. The empty cage has the other end of its veth down, so it never has a carrier.
     """
+    if settings.ring:
+        return _ring_commands(settings)
     lines = []
     for node in settings.nodes:
         lines.append(_cable(node, MANAGEMENT, f"m{node.index}"))
@@ -67,6 +69,19 @@ def cable_commands(settings: Settings) -> list[str]:
         for node in settings.nodes:
             lines.append(_cable(node, interface, f"r{node.index}{rail}"))
             lines.append(f"link set r{node.index}{rail} master rail{rail} mtu 9000 addrgenmode none up")
+    return lines
+
+
+def _ring_commands(settings: Settings) -> list[str]:
+    lines = []
+    for node in settings.nodes:
+        following = settings.nodes[(node.index + 1) % len(settings.nodes)]
+        lines.append(_cable(node, MANAGEMENT, f"m{node.index}"))
+        for interface, other in zip(RAILS, EMPTY_CAGE, strict=True):
+            lines.append(
+                f"link add {node.parked(interface)} address {node.mac(interface)} type veth"
+                f" peer name {following.parked(other)} address {following.mac(other)}"
+            )
     return lines
 
 

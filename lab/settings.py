@@ -61,6 +61,7 @@ class Settings:
     count: int
     state: Path
     cache: Path
+    ring: bool = False
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -102,6 +103,7 @@ def environment(settings: Settings) -> dict[str, str]:
         "LAB_NODES": str(settings.count),
         "LAB_DIR": str(settings.state),
         "LAB_CACHE_DIR": str(settings.cache),
+        "LAB_RING": "1" if settings.ring else "",
     }
 
 
@@ -119,4 +121,7 @@ def read_settings(environment: Mapping[str, str] = os.environ, root: Path = ROOT
     for folder in (state, cache):
         if bad := set(str(folder)) & set(":,\"'\\%\n"):
             raise LabError(f"the lab cannot live in {folder}: mount options do not take {' '.join(sorted(bad))}")
-    return Settings(ident=ident, count=int(count), state=state, cache=cache)
+    ring = bool(environment.get("LAB_RING"))
+    if ring and count != "3":
+        raise LabError(f"LAB_RING needs LAB_NODES=3, not {count}")
+    return Settings(ident=ident, count=int(count), state=state, cache=cache, ring=ring)

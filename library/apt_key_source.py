@@ -78,7 +78,7 @@ def main() -> None:
         except openpgp.KeyFileError as error:
             module.fail_json(
                 msg=f"found {error} in the key of {p['uri']}, expected one public key with the fingerprint "
-                f"{p['fingerprint'] or '(none given)'}: gpg --show-keys on the file, then gpu_apt_key and "
+                f"{p['fingerprint'] or '(none given)'}: gpg --show-keys on the file, then gpu_apt_keyring and "
                 f"gpu_apt_fingerprint in the inventory"
             )
         lines = ["# Managed by sparkpair.", "Types: deb", f"URIs: {p['uri']}", f"Suites: {p['suite']}"]

@@ -17,8 +17,14 @@ options:
   node: {description: Name of the node for messages., type: str, default: ''}
   subnet: {description: IPv4 network that is split into one /24 per rail., type: str, required: true}
   rank: {description: Position of this node in the cluster; 0 is the head., type: int, required: true}
-  nodes: {description: Number of nodes in the cluster., type: int, required: true}
+  names: {description: Names of all nodes in rank order., type: list, elements: str, required: true}
   cage: {description: Cage to use (p0 or p1); empty finds the one with a cable., type: str, default: ''}
+  hosts:
+    description: Management addresses of all nodes in rank order, to ask for where both cages have a cable.
+    type: list
+    elements: str
+    default: []
+  ring: {description: Three nodes in a ring instead of a pair or a switch., type: bool, default: false}
   allow_degraded:
     description: Warn instead of refusing when a rail is slower than its hardware.
     type: bool
@@ -31,7 +37,7 @@ EXAMPLES = r"""
   fabric_info:
     subnet: 192.168.176.0/23
     rank: "{{ groups['sparks'].index(inventory_hostname) }}"
-    nodes: "{{ groups['sparks'] | length }}"
+    names: "{{ groups['sparks'] }}"
   register: __fabric_info
 """
 
@@ -42,6 +48,7 @@ rails:
   type: list
   elements: dict
   returned: always
+environment: {description: NCCL's variables for this topology., type: dict, returned: always}
 cages: {description: All ports of the adapter by cage., type: dict, returned: always}
 default_route_interfaces: {description: Interfaces of default routes., type: list, returned: always}
 problems: {description: What makes the rails slow., type: list, returned: always}
@@ -49,19 +56,8 @@ managers: {description: Who manages each rail (netplan NetworkManager networkd).
 foreign_addresses: {description: Addresses on rails that are not of the plan., type: dict, returned: always}
 """
 
-import json
-from pathlib import Path
-from typing import Any
-
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.sparkpair.fabric import read_fabric
-from ansible.module_utils.sparkpair.fabric_managers import managers
-
-
-def ip_json(module: AnsibleModule, *command: str) -> list[dict[str, Any]]:
-    """Output of `ip -j`; the module fails when the command does."""
-    _, out, _ = module.run_command(["ip", "-j", *command], check_rc=True)
-    return list(json.loads(out or "[]"))
+from ansible.module_utils.sparkpair.fabric_reader import read_node
 
 
 def main() -> None:
@@ -71,28 +67,25 @@ def main() -> None:
             "node": {"type": "str", "default": ""},
             "subnet": {"type": "str", "required": True},
             "rank": {"type": "int", "required": True},
-            "nodes": {"type": "int", "required": True},
+            "names": {"type": "list", "elements": "str", "required": True},
             "cage": {"type": "str", "default": ""},
+            "hosts": {"type": "list", "elements": "str", "default": []},
+            "ring": {"type": "bool", "default": False},
             "allow_degraded": {"type": "bool", "default": False},
             "sysfs_root": {"type": "path", "default": "/sys"},
         },
         supports_check_mode=True,
     )
-    p = module.params
-    links = ip_json(module, "addr")
-    routes = ip_json(module, "route") + ip_json(module, "-6", "route", "show", "default")
-    prefix = f"{p['node']}: " if p["node"] else ""
-    plan = {key: p[key] for key in ("subnet", "rank", "nodes", "cage")}
+    prefix = f"{module.params['node']}: " if module.params["node"] else ""
     try:
-        fabric = read_fabric(Path(p["sysfs_root"]), links, routes, **plan)
+        found = read_node(module.params, module.run_command)
     except ValueError as error:
         module.fail_json(msg=f"{prefix}{error}")
-    if fabric.problems and not p["allow_degraded"]:
-        module.fail_json(msg=f"{prefix}{'; '.join(fabric.problems)}", **fabric.as_dict())
-    for problem in fabric.problems:
+    if found["problems"] and not module.params["allow_degraded"]:
+        module.fail_json(msg=f"{prefix}{'; '.join(found['problems'])}", **found)
+    for problem in found["problems"]:
         module.warn(f"{prefix}{problem}")
-    rails = {rail.netdev: rail.mac for rail in fabric.rails}
-    module.exit_json(changed=False, managers=managers(Path("/"), rails, module.run_command), **fabric.as_dict())
+    module.exit_json(changed=False, **found)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,11 @@ def main() -> None:
         supports_check_mode=True,
     )
     p = module.params
-    faults, values = check(p["node"], p["hosts"], p["settings"], load_specs(Path(p["roles_path"])), p["addresses"])
+    roles = Path(p["roles_path"])
+    faults, values = check(p["node"], p["hosts"], p["settings"], load_specs(roles), p["addresses"])
+    locks = sorted(lock.name for lock in (roles.parent / "locks").glob("*-*.txt"))
+    if not faults and values["vllm_env_lock"] not in locks:
+        faults = [f"{p['node']}: found vllm_env_lock={values['vllm_env_lock']}, expected one of {', '.join(locks)}"]
     if faults:
         module.fail_json(msg="\n".join(faults))
     module.exit_json(changed=False, values=values)

@@ -9,6 +9,7 @@ short_description: Refuse nodes that are unreachable, too small, unlike each oth
 description: Takes the registered results of M(node_info) for all nodes; run it on the controller. Changes nothing.
 options:
   results: {description: Node name to the registered result of node_info, type: dict, required: true}
+  addresses: {description: "Node name to login and address, for the sentences", type: dict, default: {}}
   stage: {description: Which differences and known-bad states are fatal, type: str, default: preflight}
   limits:
     description: "memory_gib, disk_gib (path to GiB), service_user, service_uid; empty skips these checks"
@@ -26,6 +27,7 @@ EXAMPLES = r"""
 - name: Refuse nodes that cannot serve together
   node_check:
     results: {spark-a: "{{ hostvars['spark-a']['result'] }}"}
+    addresses: {spark-a: spark@192.0.2.11}
     limits: {memory_gib: 100, disk_gib: {/opt: 25}, service_user: sparkpair, service_uid: 870}
   delegate_to: localhost
 """
@@ -45,6 +47,7 @@ def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "results": {"type": "dict", "required": True},
+            "addresses": {"type": "dict", "default": {}},
             "stage": {"type": "str", "default": "preflight"},
             "limits": {"type": "dict", "default": {}},
             "accepted": {"type": "list", "elements": "str", "default": []},
@@ -53,7 +56,7 @@ def main() -> None:
         supports_check_mode=True,
     )
     p = module.params
-    verdict = check(p["results"], p["stage"], p["limits"], p["accepted"], p["nccl"], time.time())
+    verdict = check(p["results"], p["addresses"], p["stage"], p["limits"], p["accepted"], p["nccl"], time.time())
     for warning in verdict.warnings:
         module.warn(warning)
     if verdict.faults:

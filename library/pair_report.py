@@ -15,6 +15,7 @@ options:
     required: true
   want: {description: Variables that every process of the pair must have, type: dict, default: {}}
   patched: {description: Whether the hotfix must be in force, type: bool, default: true}
+  play: {description: "How playbooks are run, for the sentences", type: str, default: ansible-playbook}
   strict: {description: Fail when anything is not proven, type: bool, default: true}
   dest: {description: File for the report as JSON; empty for none, type: str, default: ""}
 attributes:
@@ -40,7 +41,7 @@ import json
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.sparkpair.report import faults_of, table
+from ansible.module_utils.sparkpair.report import Wish, faults_of, table
 
 
 def main() -> None:
@@ -50,6 +51,7 @@ def main() -> None:
             "results": {"type": "dict", "required": True},
             "want": {"type": "dict", "default": {}},
             "patched": {"type": "bool", "default": True},
+            "play": {"type": "str", "default": "ansible-playbook"},
             "strict": {"type": "bool", "default": True},
             "dest": {"type": "str", "default": ""},
         },
@@ -57,8 +59,9 @@ def main() -> None:
     )
     p = module.params
     nodes = {name: {part: found[rank] for part, found in p["results"].items()} for rank, name in enumerate(p["nodes"])}
-    faults = faults_of(nodes, {name: str(value) for name, value in p["want"].items()}, p["patched"])
-    shown = table(nodes, faults)
+    wish = Wish({name: str(value) for name, value in p["want"].items()}, p["patched"], p["play"])
+    faults = faults_of(nodes, wish)
+    shown = table(nodes, faults, module.check_mode)
     if p["dest"] and not module.check_mode:
         report = {"serving": not faults, "faults": faults, "nodes": nodes}
         Path(p["dest"]).write_text(json.dumps(report, indent=2, sort_keys=True) + "\n", encoding="utf-8")

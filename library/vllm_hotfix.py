@@ -32,6 +32,7 @@ status:
   type: str
   returned: always
 detail: {description: What stands behind the status, type: str, returned: always}
+found: {description: "status, detail, digest and vllm_version as they were before", type: dict, returned: success}
 digest:
   description: SHA-256 of the scheduler and the module beside it; equal on every node of a pair. Empty when predicted.
   type: str

@@ -52,11 +52,13 @@ class Seen:
     last_token: dict[str, float] = field(default_factory=dict)
     worst_gap: dict[str, float] = field(default_factory=dict)  # longest time between two tokens of a request
 
-    def note(self, due: list[str], scheduled: Mapping[str, int], scheduler: Any) -> None:
-        """Count what the step that ``scheduler`` just made did to the lanes that were ``due`` before it."""
-        running = {r.request_id for r in scheduler.running}
-        if scheduled:
-            self.skips += [(self.steps, name) for name in due if name in running and name not in scheduled]
+    def note(self, due: list[str], scheduled: Mapping[str, int], scheduler: Any, *, preempting: bool) -> None:
+        """Count what the step that ``scheduler`` just made did to the lanes that were ``due`` before it.
+
+        A lane that gets nothing in a step that preempted somebody lacked KV cache, not its turn.
+        """
+        if scheduled and not preempting:
+            self.skips += [(self.steps, name) for name in due if name not in scheduled]
         self.partial = max(self.partial, partial_prefills(scheduler))
         if any(name in scheduled for name in due):
             self.mixed_prefill = max(self.mixed_prefill, sum(n for r, n in scheduled.items() if r not in due))
@@ -267,10 +269,10 @@ def drive(
             seen.arrived[request.request_id] = when
             scheduler.add_request(request)
         seen.steps += 1
-        due = due_decodes(scheduler)
+        due, before = due_decodes(scheduler), set(scheduler.running)
         out = scheduler.schedule()
         scheduled = out.num_scheduled_tokens
-        seen.note(due, scheduled, scheduler)
+        seen.note(due, scheduled, scheduler, preempting=not before.issubset(scheduler.running))
         decode = sum(scheduled.get(name, 0) for name in due)
         seen.time += clock(sum(scheduled.values()) - decode, decode) if scheduled else 1.0
         drafts = out.scheduled_spec_decode_tokens

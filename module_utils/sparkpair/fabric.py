@@ -11,13 +11,13 @@ which share the cable: `enp1s0f0np0` and `enP2p1s0f0np0` are cage p0. A rail is 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.sparkpair.fabric_guard import ipv4_addresses
-from ansible.module_utils.sparkpair.plan import PlanError, RailPlan, rail_plan
+from ansible.module_utils.sparkpair.plan import PlanError, RailPlan, rail_plan, ring_neighbours
 
 RAILS = 2
 """Twins of one cage."""
@@ -31,6 +31,9 @@ FULL_WIDTH = 4
 MELLANOX = "0x15b3"
 """PCI vendor of the ConnectX-7."""
 
+Probe = Callable[[Sequence["Port"]], Mapping[str, set[str]]]
+"""Asks over ports who is at the other end: netdev -> names of the peers that answer."""
+
 _NAME = re.compile(r"^en(?:p|P2p)1s0f([01])np\1$")
 _PORT = re.compile(r"^p\d+$")
 _PCI = re.compile(r"^([0-9a-f]{4,}):[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
@@ -41,12 +44,23 @@ class FabricError(ValueError):
 
 
 @dataclass(frozen=True)
+class Gid:
+    """One GID of an RDMA port: its index, its text, "RoCE v2" or "IB/RoCE v1", and the interface that it is for."""
+
+    index: int
+    gid: str
+    type: str
+    netdev: str
+
+
+@dataclass(frozen=True)
 class Port:
     """One network interface of the adapter.
 
     `carrier` is None when the kernel does not tell, which it does only for an interface that is up.
     `speed` is in Mb/s, `mtu` in bytes, `link_width` in PCIe lanes; None when unknown. `addresses` are IPv4
-    with prefix length. `hca` is the RDMA device on the same PCI function.
+    with prefix length. `hca` is the RDMA device on the same PCI function, `port_state` ("ACTIVE"), `link_layer` and
+    `gids` are what it says of its port; `switch_id` is the same for twins.
     """
 
     netdev: str
@@ -60,11 +74,19 @@ class Port:
     link_width: int | None
     mac: str | None
     addresses: tuple[str, ...]
+    link_speed: str | None = None
+    switch_id: str | None = None
+    port_state: str | None = None
+    link_layer: str | None = None
+    gids: tuple[Gid, ...] = ()
 
 
 @dataclass(frozen=True)
 class Rail:
-    """One twin of the chosen cage with its planned addresses (`addresses_by_rank` without prefix)."""
+    """One twin of the chosen cage with its planned addresses.
+
+    `addresses_by_rank` are without prefix, and empty for ranks that are not on this rail (in a ring).
+    """
 
     rail: int
     netdev: str
@@ -80,7 +102,10 @@ class Rail:
 
 @dataclass(frozen=True)
 class Fabric:
-    """What a node's fabric is, and what is not as it should be (`problems`, one sentence each)."""
+    """What a node's fabric is, and what is not as it should be (`problems`, one sentence each).
+
+    `environment` are the variables that NCCL needs for this topology, none for a pair or a switch.
+    """
 
     cage: str
     rails: tuple[Rail, ...]
@@ -88,6 +113,7 @@ class Fabric:
     default_route_interfaces: tuple[str, ...]
     problems: tuple[str, ...]
     foreign_addresses: dict[str, tuple[str, ...]]
+    environment: dict[str, str]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for `exit_json`."""
@@ -122,6 +148,25 @@ def rdma_devices(sysfs_root: Path) -> dict[str, str]:
         netdev.name: hca.name
         for hca in entries(sysfs_root / "class/infiniband")
         for netdev in entries(hca / "device/net")
+    }
+
+
+def rdma_port(sysfs_root: Path, hca: str | None) -> dict[str, Any]:
+    """State, link layer and GIDs of the only port of an RDMA device; empty slots of its GID table are left out."""
+    if hca is None:
+        return {}
+    port = sysfs_root / "class/infiniband" / hca / "ports/1"
+    slots = sorted((slot for slot in entries(port / "gids") if slot.name.isdigit()), key=lambda slot: int(slot.name))
+    gids = [
+        Gid(int(slot.name), gid, kind, attribute(port / "gid_attrs/ndevs" / slot.name) or "")
+        for slot in slots
+        if (gid := attribute(slot)) and (kind := attribute(port / "gid_attrs/types" / slot.name))
+    ]
+    state = attribute(port / "state")
+    return {
+        "port_state": state.split(": ")[-1] if state else None,
+        "link_layer": attribute(port / "link_layer"),
+        "gids": tuple(gids),
     }
 
 
@@ -160,6 +205,9 @@ def read_ports(sysfs_root: Path, links: Sequence[Mapping[str, Any]]) -> list[Por
                 link_width=number(net / "device/current_link_width"),
                 mac=attribute(net / "address"),
                 addresses=ipv4_addresses(link),
+                link_speed=attribute(net / "device/current_link_speed"),
+                switch_id=attribute(net / "phys_switch_id"),
+                **rdma_port(sysfs_root, hcas.get(net.name)),
             )
         )
     return ports
@@ -215,10 +263,17 @@ def unusable(cage: str, twins: Sequence[Port], default_route: Iterable[str]) -> 
     return f"cage {here} has no link: seat the QSFP cable at both ends and see that the other node is on"
 
 
-def choose_cage(cages: Mapping[str, Sequence[Port]], default_route: Iterable[str] = (), wanted: str = "") -> str:
+def choose_cage(
+    cages: Mapping[str, Sequence[Port]],
+    default_route: Iterable[str] = (),
+    wanted: str = "",
+    planned: Iterable[str] = (),
+    probe: Probe | None = None,
+) -> str:
     """The cage that carries the fabric: `wanted`, else the only one with a link on both twins.
 
-    Raises FabricError when there is none, when there are two, or when `wanted` cannot be used.
+    Of two with a link, the one that has the `planned` addresses already, else the one where the peers answer to
+    `probe`. Raises FabricError when there is none, when two are left, or when `wanted` cannot be used.
     """
     if not cages:
         raise FabricError(
@@ -234,13 +289,41 @@ def choose_cage(cages: Mapping[str, Sequence[Port]], default_route: Iterable[str
         return wanted
     usable = sorted(cage for cage, reason in reasons.items() if reason is None)
     if len(usable) > 1:
-        both = " and ".join(describe(cage, cages[cage]) for cage in usable)
-        raise FabricError(f"both cages have a cable: {both}; set fabric_cage to {' or '.join(usable)} for this node")
+        return choose_linked({cage: cages[cage] for cage in usable}, set(planned), probe)
     if not usable:
         # A half working cage is nearer to the mark than an empty one: its reason alone is worth reading.
         partly = [cage for cage, twins in cages.items() if any(port.carrier for port in twins)]
         raise FabricError("; ".join(str(reasons[cage]) for cage in sorted(partly or cages)))
     return usable[0]
+
+
+def choose_linked(cages: Mapping[str, Sequence[Port]], planned: set[str], probe: Probe | None) -> str:
+    """The one of several linked cages that leads to the peers. Raises FabricError that names them all."""
+    configured = [cage for cage, twins in cages.items() if all(planned & set(port.addresses) for port in twins)]
+    if len(configured) == 1:
+        return configured[0]
+    seen = probe([port for twins in cages.values() for port in twins]) if probe else {}
+    peers = {cage: sorted(set().union(*(seen.get(port.netdev, ()) for port in twins))) for cage, twins in cages.items()}
+    leading = [cage for cage, found in peers.items() if found]
+    if len(leading) == 1:
+        return leading[0]
+    both = " and ".join(
+        f"{describe(cage, twins)}{', where ' + ' and '.join(peers[cage]) + ' answers' if peers[cage] else ''}"
+        for cage, twins in cages.items()
+    )
+    nobody = "" if leading or not probe else "; no other node answers on either, so is it on, and are its ports up?"
+    raise FabricError(f"both cages have a cable: {both}; set fabric_cage to {' or '.join(cages)} for this node{nobody}")
+
+
+def peer_addresses(subnet: str, rank: int, names: Sequence[str], hosts: Sequence[str]) -> dict[str, list[str]]:
+    """Every address by which a peer can be asked for: the planned ones, and its management address or name."""
+    plans = rail_plan(subnet, RAILS, len(names))
+    found = {}
+    for other, name in enumerate(names):
+        if other != rank:
+            planned = [plan.address(other) for plan in plans]
+            found[name] = [*planned, *(host for host in hosts[other : other + 1] if host)]
+    return found
 
 
 def degraded(twins: Iterable[Port]) -> list[str]:
@@ -262,17 +345,17 @@ def degraded(twins: Iterable[Port]) -> list[str]:
 
 def taken_networks(
     cages: Mapping[str, Sequence[Port]],
-    cage: str,
+    used: Iterable[str],
     links: Iterable[Mapping[str, Any]],
     routes: Iterable[Mapping[str, Any]],
     planned: Iterable[str],
 ) -> dict[str, str]:
-    """Networks that this node uses outside its fabric: description -> network.
+    """Networks that this node uses outside the interfaces `used` by its fabric: description -> network.
 
     Ports of the other cage are passed over when they have no link or hold only `planned` addresses:
     the fabric was there before the cable was moved or another cage was asked for.
     """
-    fabric = {port.netdev for port in cages[cage]}
+    fabric = set(used)
     for port in (port for twins in cages.values() for port in twins):
         if not port.carrier or (port.addresses and set(port.addresses) <= set(planned)):
             fabric.add(port.netdev)
@@ -288,10 +371,16 @@ def taken_networks(
     return taken
 
 
-def make_rails(twins: Sequence[Port], plans: Sequence[RailPlan], rank: int, nodes: int) -> tuple[Rail, ...]:
-    """Join the chosen twins with the plan. Raises FabricError when a twin has no RDMA device."""
+def make_rails(
+    twins: Sequence[Port], plans: Sequence[RailPlan], rank: int, nodes: int, members: Sequence[Sequence[int]] = ()
+) -> tuple[Rail, ...]:
+    """Join twins with the plan. `members` are the ranks on each rail; without it all are on every one.
+
+    Raises FabricError when a twin has no RDMA device.
+    """
     rails = []
-    for port, plan in zip(twins, plans, strict=True):
+    on_rail = members or [range(nodes)] * len(plans)
+    for port, plan, ranks in zip(twins, plans, on_rail, strict=True):
         if port.hca is None:
             raise FabricError(f"{port.netdev} has no RDMA device: load the driver with: modprobe mlx5_ib")
         rails.append(
@@ -305,10 +394,49 @@ def make_rails(twins: Sequence[Port], plans: Sequence[RailPlan], rank: int, node
                 speed=port.speed,
                 addresses=port.addresses,
                 address=plan.interface(rank),
-                addresses_by_rank=tuple(plan.address(other) for other in range(nodes)),
+                addresses_by_rank=tuple(plan.address(other) if other in ranks else "" for other in range(nodes)),
             )
         )
     return tuple(rails)
+
+
+def ring_rails(
+    cages: Mapping[str, Sequence[Port]],
+    plans: Sequence[RailPlan],
+    rank: int,
+    names: Sequence[str],
+    default_route: Iterable[str],
+    probe: Probe | None,
+) -> tuple[Rail, ...]:
+    """The four rails of a node in a ring: port 0 leads to port 1 of the next node, each cable has two networks.
+
+    Raises FabricError when a cage has no cable, or leads to another node than the plan says.
+    """
+    nodes = len(names)
+    rails: list[Rail] = []
+    for cage, peer, cable in zip(("p0", "p1"), ring_neighbours(rank, nodes), (rank, (rank - 1) % nodes), strict=True):
+        twins = cages.get(cage, ())
+        reason = unusable(cage, twins, default_route) if twins else f"cage {cage} is not there"
+        if reason:
+            raise FabricError(f"a ring needs both cages: {reason}")
+        wanted = plans[RAILS * cable : RAILS * (cable + 1)]
+        if probe and not all(plan.interface(rank) in port.addresses for port, plan in zip(twins, wanted, strict=True)):
+            found = set().union(*probe(twins).values())
+            if found - {names[peer]}:
+                raise FabricError(
+                    f"cage {describe(cage, twins)} leads to {' and '.join(sorted(found))} instead of {names[peer]}: "
+                    "in a ring, port 0 of each node is cabled to port 1 of the next"
+                )
+        rails += make_rails(twins, wanted, rank, nodes, [(rank, peer)] * RAILS)
+    return tuple(rails)
+
+
+def ring_environment(links: Iterable[Mapping[str, Any]], host: str, default_route: Sequence[str]) -> dict[str, str]:
+    """NCCL's variables for a ring. Ranks meet over the management network, because no rail reaches all of them."""
+    managing = [str(link["ifname"]) for link in links if any(a.split("/")[0] == host for a in ipv4_addresses(link))]
+    interface = next(iter([*managing, *default_route]), "")
+    found = {"NCCL_IB_MERGE_NICS": "0", "NCCL_NET_PLUGIN": "none", "NCCL_IB_SUBNET_AWARE_ROUTING": "1"}
+    return found | ({"NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {})
 
 
 def read_fabric(
@@ -318,31 +446,43 @@ def read_fabric(
     *,
     subnet: str,
     rank: int,
-    nodes: int,
+    names: Sequence[str],
+    hosts: Sequence[str] = (),
     cage: str = "",
+    ring: bool = False,
+    probe: Probe | None = None,
 ) -> Fabric:
     """Read a node's fabric, choose the cage and plan the addresses of all ranks.
 
-    `links` and `routes` are the output of `ip -j addr` and `ip -j route`. Raises FabricError when no cage can
-    be chosen and PlanError when `subnet` does not fit this node.
+    `links` and `routes` are the output of `ip -j addr` and `ip -j route`; `names` and `hosts` (management
+    addresses) of all nodes in rank order. Raises FabricError when no cage can be chosen and PlanError when
+    `subnet` does not fit this node.
     """
+    nodes = len(names)
     if not 0 <= rank < nodes:
         raise PlanError(f"rank {rank} is not one of {nodes} nodes")
-    planned = [plan.interface(rank) for plan in rail_plan(subnet, RAILS, nodes)]
+    count = RAILS * len(names) if ring and ring_neighbours(rank, nodes) else RAILS
+    planned = [plan.interface(rank) for plan in rail_plan(subnet, count, nodes)]
     cages = group_cages(read_ports(sysfs_root, links))
     hcas = [hca.name for hca in entries(sysfs_root / "class/infiniband")]
     if hcas and not cages:
         raise FabricError(f"RDMA devices {', '.join(hcas)} have no network interface: run: modprobe mlx5_core")
     default_route = default_route_interfaces(routes)
-    chosen = choose_cage(cages, default_route, cage)
-    plans = rail_plan(subnet, RAILS, nodes, taken_networks(cages, chosen, links, routes, planned))
-    rails = make_rails(cages[chosen], plans, rank, nodes)
+    chosen = "ring" if ring and cages else choose_cage(cages, default_route, cage, planned, probe)
+    used = {port.netdev for name, twins in cages.items() for port in twins if chosen in (name, "ring")}
+    plans = rail_plan(subnet, count, nodes, taken_networks(cages, used, links, routes, planned))
+    if ring:
+        rails = ring_rails(cages, plans, rank, names, default_route, probe)
+    else:
+        rails = make_rails(cages[chosen], plans, rank, nodes)
+    host = next(iter(hosts[rank : rank + 1]), "")
     foreign = {rail.netdev: tuple(a for a in rail.addresses if a != rail.address) for rail in rails}
     return Fabric(
         cage=chosen,
         rails=rails,
         cages=cages,
         default_route_interfaces=default_route,
-        problems=tuple(degraded(cages[chosen])),
+        problems=tuple(degraded(port for twins in cages.values() for port in twins if port.netdev in used)),
         foreign_addresses={netdev: addresses for netdev, addresses in foreign.items() if addresses},
+        environment=ring_environment(links, host, default_route) if ring else {},
     )

@@ -49,7 +49,7 @@ def paths(rails: Sequence[Mapping[str, Any]], rank: int, names: Sequence[str], m
     for peer, name in enumerate(names):
         for rail in rails:
             by_rank = rail["addresses_by_rank"]
-            if peer != rank:
+            if peer != rank and by_rank[peer]:
                 ends = {"source": by_rank[rank], "target": by_rank[peer]}
                 found.append(Path(name, rail["rail"], rail["netdev"], payload=mtu - HEADERS, **ends))
     return found

@@ -20,6 +20,7 @@ def runtime_text() -> str:
 def converge(venv: str | None, site_packages: str | None, state: str, check_mode: bool) -> dict[str, Any]:
     """Bring one environment to ``state`` (present or absent) and return the module's result, ``diff`` included.
 
+    ``found`` is the report on what was there before; in check mode everything else is a prediction.
     In check mode an environment that an earlier stage has yet to build is predicted, not refused. Raises HotfixError.
     """
     where = site_packages or venv or ""
@@ -30,8 +31,10 @@ def converge(venv: str | None, site_packages: str | None, state: str, check_mode
         if not check_mode:
             raise patcher.NoVllm(f"{error}. Build it first: {COMMAND}") from error
         note = f"{where}: no vLLM there yet"
-        return {"changed": state == "present", "status": patcher.ABSENT, "detail": note, "digest": "",
-                "vllm_version": "", "site_packages": site_packages or "", "diff": []}  # fmt: skip
+        nothing = {"status": patcher.ABSENT, "detail": note, "digest": "", "vllm_version": ""}
+        predicted = {"changed": state == "present", "site_packages": site_packages or "", "diff": []}
+        return {**nothing, "found": nothing, **predicted}
+    found = installation.report().as_dict()
     act = installation.apply if state == "present" else installation.revert
     try:
         change = act(dry_run=check_mode)
@@ -43,4 +46,4 @@ def converge(venv: str | None, site_packages: str | None, state: str, check_mode
         {"before_header": path, "after_header": path, "before": before or "", "after": after or ""}
         for path, before, after in change.files
     ]
-    return {"changed": change.changed, **change.report.as_dict(), "diff": diff}
+    return {"changed": change.changed, "found": found, **change.report.as_dict(), "diff": diff}

@@ -18,6 +18,9 @@ from ansible.module_utils.sparkpair.plan import PlanError, check_mtu, rail_plan
 # A QSFP cage is two PCIe functions, so two rails (public hardware reports; see docs/architecture.md).
 RAILS_PER_CAGE = 2
 PORT_RANGE = (1024, 65535)
+# Below a few cache blocks a prompt hardly moves; above the usual step budget the bound is none (measured on the
+# scheduler of 0.32: docs/decisions).
+MIXED_RANGE = (64, 8192)
 # What the serve role derives itself; a second value on one rank would wedge the pair.
 OWNED_OPTIONS = {
     "api-key": "serve_api_key",
@@ -37,6 +40,8 @@ OWNED_OPTIONS = {
 OWNED_VARIABLES = {
     "DSPARK_ISSUE43_SCHED_DIAG": "serve_sched_diag",
     "DSPARK_MAX_INFLIGHT_PREFILLS": "serve_max_inflight_prefills",
+    "DSPARK_MIXED_PREFILL_TOKENS": "serve_mixed_prefill_tokens",
+    "DSPARK_PREFILL_POLICY": "serve_prefill_policy",
     "GLOO_SOCKET_IFNAME": "the fabric stage",
     "NCCL_SOCKET_IFNAME": "the fabric stage",
     "VLLM_API_KEY": "serve_api_key",
@@ -47,6 +52,9 @@ MEND = "edit the inventory (group_vars/sparks.yml) and run the playbook again"
 
 Specs = Mapping[str, Mapping[str, Mapping[str, Any]]]
 Settings = Mapping[str, Any]
+
+UNUSABLE = "unusable"
+"""What the role passes instead of a secret that is not 16 or more printable ASCII characters without blanks."""
 
 
 def check(
@@ -72,7 +80,7 @@ def check(
         values.update(result.validated_parameters)
     if not faults:
         faults = [
-            *_cluster_rules(hosts, values),
+            *_cluster_rules(hosts, values, addresses),
             *_fabric_rules(values, len(hosts), addresses),
             *_engine_rules(values),
             *_api_rules(values),
@@ -98,8 +106,10 @@ def _unknown_names(settings: Settings, specs: Specs) -> list[str]:
     return faults
 
 
-def _cluster_rules(hosts: Sequence[str], values: Settings) -> list[str]:
+def _cluster_rules(hosts: Sequence[str], values: Settings, addresses: Sequence[str]) -> list[str]:
     faults = []
+    for address in sorted({a for a in addresses if list(addresses).count(a) > 1}):
+        faults.append(f"found ansible_host {address} on more than one host, expected an address for each Spark")
     ranks = int(values["serve_tensor_parallel_size"])
     if len(hosts) < 2:
         faults.append(f"found {len(hosts)} host in the group sparks, expected at least 2: one line for each Spark")
@@ -107,6 +117,11 @@ def _cluster_rules(hosts: Sequence[str], values: Settings) -> list[str]:
         faults.append(
             f"found {len(hosts)} hosts in the group sparks with serve_tensor_parallel_size={ranks}, "
             f"expected as many hosts as ranks (each Spark has one GPU)"
+        )
+    if not MIXED_RANGE[0] <= int(values["serve_mixed_prefill_tokens"]) <= MIXED_RANGE[1]:
+        faults.append(
+            f"found serve_mixed_prefill_tokens={values['serve_mixed_prefill_tokens']}, "
+            f"expected {MIXED_RANGE[0]} to {MIXED_RANGE[1]} tokens"
         )
     for name in ("serve_port", "serve_master_port"):
         low, high = PORT_RANGE
@@ -161,6 +176,8 @@ def _engine_rules(values: Settings) -> list[str]:
 
 def _api_rules(values: Settings) -> list[str]:
     bind, key = str(values["serve_bind"]), values.get("serve_api_key")
+    if key == UNUSABLE:
+        return ["found a serve_api_key that is short or odd, expected 16 or more printable characters without blanks"]
     try:
         local = ipaddress.ip_address(bind).is_loopback
     except ValueError:
@@ -172,9 +189,9 @@ def _api_rules(values: Settings) -> list[str]:
 
 def _gpu_rules(values: Settings) -> list[str]:
     faults = []
-    if values["gpu_apt_uri"] and not values["gpu_apt_key"]:
+    if values["gpu_apt_uri"] and not values["gpu_apt_keyring"]:
         faults.append(
-            f"found gpu_apt_uri={values['gpu_apt_uri']} without gpu_apt_key, expected the key that signs it, whose "
+            f"found gpu_apt_uri={values['gpu_apt_uri']} without gpu_apt_keyring, expected the key that signs it, whose "
             f"fingerprint is gpu_apt_fingerprint"
         )
     path = str(values["gpu_nccl_path"])

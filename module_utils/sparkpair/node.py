@@ -121,13 +121,11 @@ def check_node(name: str, node: Mapping[str, Any], limits: Mapping[str, Any], no
     return faults
 
 
-def explain_failure(name: str, result: Mapping[str, Any]) -> list[str]:
+def explain_failure(name: str, result: Mapping[str, Any], address: str) -> list[str]:
     """Why a node could not be read at all, as a sentence with what to try; empty when it was read."""
-    message = " ".join(str(result.get("msg", "")).split())
+    message = " ".join(str(result.get("msg", "")).split()).split("over ssh: ")[-1]
     if result.get("unreachable"):
-        return [
-            f"{name}: found no SSH connection ({message}), expected one: ssh {name}, then mend ansible_host or the key"
-        ]
+        return [f"{name}: found no SSH connection ({message}), expected one: ssh {address} by hand, until it works"]
     if not result.get("failed"):
         return []
     if "sudo" in message.lower() or "become" in message.lower() or "password" in message.lower():

@@ -48,6 +48,7 @@ def leftover_warnings(name: str, leftovers: Mapping[str, Any]) -> list[str]:
 
 def check(
     results: Mapping[str, Mapping[str, Any]],
+    addresses: Mapping[str, str],
     stage: str,
     limits: Mapping[str, Any],
     accepted: Sequence[str],
@@ -56,10 +57,13 @@ def check(
 ) -> Verdict:
     """Judge registered results of `node_info`, one for each node.
 
-    `limits` as `node.check_node` takes them, empty to skip those checks; `accepted` labels of the parity table may
-    differ; `nccl` is the library that all must have; `now` is the controller's epoch in seconds.
+    `addresses` are logins with addresses for the sentences, `limits` as `node.check_node` takes them, empty to skip
+    those checks; `accepted` labels of the parity table may differ; `nccl` is the library that all must have; `now` is
+    the controller's epoch in seconds.
     """
-    faults = [fault for name, result in results.items() for fault in explain_failure(name, result)]
+    faults = [
+        fault for name, result in results.items() for fault in explain_failure(name, result, addresses.get(name, name))
+    ]
     if faults:
         return Verdict(tuple(faults), (), "")
     nodes = {name: result["node"] for name, result in results.items()}

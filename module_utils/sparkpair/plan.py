@@ -16,6 +16,9 @@ RAIL_PREFIX = 24
 MAX_NODES = 2 ** (32 - RAIL_PREFIX) - 2
 """Host numbers of one rail, without the network and the broadcast address."""
 
+RING = 3
+"""Nodes of a ring: with three, every two are neighbours; more would need routing that NCCL does not do here."""
+
 MTU_MIN = 1280
 """Smallest link MTU that IPv6 allows (RFC 8200, section 5); anything below is a typing mistake."""
 
@@ -90,6 +93,16 @@ def rail_plan(subnet: str, rails: int, nodes: int, taken: Mapping[str, str] | No
         raise PlanError(f"fabric_subnet {network} overlaps {other} ({name}): choose a network that nothing else uses")
     blocks = network.subnets(new_prefix=RAIL_PREFIX)
     return [RailPlan(rail, next(blocks)) for rail in range(rails)]
+
+
+def ring_neighbours(rank: int, nodes: int) -> tuple[int, int]:
+    """The ranks at the other ends of port 0 and port 1: port 0 of each node leads to port 1 of the next.
+
+    Raises PlanError for a number of nodes that cannot be a ring.
+    """
+    if nodes != RING:
+        raise PlanError(f"{nodes} nodes are no ring: fabric_topology ring takes {RING}, anything else a switch")
+    return (rank + 1) % nodes, (rank - 1) % nodes
 
 
 def overlaps(network: ipaddress.IPv4Network, taken: Mapping[str, str]) -> dict[str, str]:

@@ -106,10 +106,11 @@ def read_system() -> str:
 
 
 def expected_differences(want: Mapping[str, str], processes: Sequence[Mapping[str, Any]]) -> list[str]:
-    """How the environment of running processes differs from what was asked, one sentence for each difference."""
+    """How the environment of running processes differs from what was asked, one sentence for each variable."""
+    readable = [process["env"] for process in processes if process["env"] is not None]
+    wrong = {name: {env.get(name, "<unset>") for env in readable} - {value} for name, value in want.items()}
     return [
-        f"found {name}={process['env'].get(name, '<unset>')} in process {process['pid']}, expected {value}"
-        for process in processes
-        for name, value in want.items()
-        if process["env"] is not None and process["env"].get(name) != value
+        f"found {name}={'/'.join(sorted(values))} in running processes, expected {want[name]}"
+        for name, values in wrong.items()
+        if values
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ansible.module_utils.sparkpair.rank import expected_differences
@@ -11,7 +12,7 @@ Node = Mapping[str, Any]
 DRIFT = "≠"
 WIDTH = 64
 """Longest cell of the table in characters; what is longer stands in full among the faults."""
-RESTART = "ansible-playbook site.yml, or journalctl -u sparkpair-rank on the node"
+JOURNAL = "journalctl -u sparkpair-rank on the node"
 
 
 def read_error(part: Mapping[str, Any] | None) -> str:
@@ -72,63 +73,73 @@ ROWS: Sequence[tuple[str, Callable[[Node], str], bool]] = (
         _or_error("rank_info", lambda part: f"{part['vllm']} {part['digests']['env']}".strip() or "none"),
         True,
     ),
-    ("hotfix", _or_error("hotfix", lambda part: f"{part['status']} {part['digest'][:12]}".strip()), True),
+    (
+        "hotfix",
+        _or_error("hotfix", lambda part: f"{part['found']['status']} {part['found']['digest'][:12]}".strip()),
+        True,
+    ),
     ("model", _or_error("rank_info", lambda part: str(part["digests"]["model"] or "none")), True),
     ("serve", _or_error("rank_info", _unit), False),
     ("cap in force", _or_error("rank_info", _cap), False),
 )
 
 
-def faults_of(nodes: Mapping[str, Node], want: Mapping[str, str], patched: bool) -> list[str]:
-    """What keeps the pair from being proven, as sentences with the command that mends it.
+@dataclass(frozen=True)
+class Wish:
+    """What the pair must be: variables of every process, whether the hotfix is in, and how to run a playbook."""
 
-    `nodes` in rank order, `want` the variables that every process must have, `patched` whether the hotfix must
-    be in force.
-    """
-    faults: list[str] = []
-    for name, node in nodes.items():
-        part = node.get("rank_info")
-        if error := read_error(part):
-            faults.append(f"{name}: found {error}, expected to read the rank: ssh {name}")
-            continue
-        assert part is not None
-        if part["unit"]["ActiveState"] != "active":
-            faults.append(f"{name}: found the rank {part['unit']['ActiveState']}, expected active: {RESTART}")
-        elif all(process["env"] is None for process in part["processes"]):
-            faults.append(f"{name}: found no process of the rank, expected vllm serve: {RESTART}")
-        faults += [f"{name}: {text}: {RESTART}" for text in expected_differences(want, part["processes"])]
-        status = str((node.get("hotfix") or {}).get("status", read_error(node.get("hotfix"))))
-        if patched and status not in ("patched", "not-needed"):
-            faults.append(f"{name}: found the scheduler {status}, expected patched: playbooks/hotfix.yml")
-    faults += _drift(nodes)
-    head = next(iter(nodes))
-    part = nodes[head].get("rank_info") or {}
-    if patched and not read_error(part) and part["unit"]["ActiveState"] == "active":
-        cap = str((part.get("scheduler") or {}).get("cap", "none"))
-        expected = want.get("DSPARK_MAX_INFLIGHT_PREFILLS", "")
-        if cap != expected:
-            faults.append(f"{head}: found the cap {cap} in the running scheduler's log, expected {expected}: {RESTART}")
-    answer = nodes[head].get("completion") or {}
-    if not answer.get("skipped") and (error := read_error(answer)):
-        faults.append(f"{head}: {error}")
-    return faults
+    variables: Mapping[str, str]
+    patched: bool
+    play: str = "ansible-playbook"
 
 
-def _drift(nodes: Mapping[str, Node]) -> list[str]:
-    faults = []
+def faults_of(nodes: Mapping[str, Node], wish: Wish) -> list[str]:
+    """What keeps the pair from being proven, as sentences with the command that mends it; `nodes` in rank order."""
+    site = f"{wish.play} site.yml"
+    faults = [f"{name}: {fault}" for name, node in nodes.items() for fault in _node_faults(node, wish, site)]
     first, *rest = nodes
     for label, cell, same in ROWS:
         for name in rest if same else []:
-            if cell(nodes[name]) != cell(nodes[first]):
-                faults.append(
-                    f"{name}: found {label} {cell(nodes[name])}, expected {cell(nodes[first])} as on {first}: "
-                    f"ansible-playbook site.yml"
-                )
+            found, expected = cell(nodes[name]), cell(nodes[first])
+            if found != expected and not _unread(nodes[name]) and not _unread(nodes[first]):
+                faults.append(f"{name}: found {label} {found}, expected {expected} as on {first}: {site}")
+    answer = nodes[first].get("completion") or {}
+    if not answer.get("skipped") and not _unread(nodes[first]) and (error := read_error(answer)):
+        faults.append(f"{first}: {error}")
     return faults
 
 
-def table(nodes: Mapping[str, Node], faults: Sequence[str]) -> str:
-    """The pair as text: one row for each stage, one column for each node, drift marked, faults below."""
+def _unread(node: Node) -> str:
+    return read_error(node.get("rank_info"))
+
+
+def _node_faults(node: Node, wish: Wish, site: str) -> list[str]:
+    if error := _unread(node):
+        return [f"found {error}, expected an answer over SSH: switch the node on, or mend ansible_host"]
+    part, faults = node["rank_info"], []
+    if part["unit"]["ActiveState"] != "active":
+        restart = f"{wish.play} playbooks/restart.yml"
+        faults.append(f"found the rank {part['unit']['ActiveState']}, expected active: {restart}, or {JOURNAL}")
+    elif all(process["env"] is None for process in part["processes"]):
+        faults.append(f"found no process of the rank, expected vllm serve: {JOURNAL}")
+    faults += [f"{text}: {site}" for text in expected_differences(wish.variables, part["processes"])]
+    status = read_error(node.get("hotfix")) or node["hotfix"]["found"]["status"]
+    fine = ("patched", "not-needed") if wish.patched else ("original", "not-needed", "absent")
+    if status not in fine:
+        faults.append(f"found the scheduler {status}, expected {fine[0]}: {site}")
+    cap, expected = (part.get("scheduler") or {}).get("cap"), wish.variables.get("DSPARK_MAX_INFLIGHT_PREFILLS", "")
+    if status == "patched" and cap is not None and str(cap) != expected:
+        faults.append(f"found the cap {cap} in the running scheduler, expected {expected}: {site}")
+    if status == "patched" and node.get("completion") and not node["completion"].get("skipped") and cap is None:
+        faults.append(f"found a running scheduler that did not log its cap, expected {expected}: {site}")
+    return faults
+
+
+def table(nodes: Mapping[str, Node], faults: Sequence[str], checking: bool = False) -> str:
+    """The pair as text: one row for each stage, one column for each node, drift marked, faults below.
+
+    `checking`: a run in check mode shows what is there now, and judges nothing.
+    """
     names = list(nodes)
     header = ["", *(f"{name} ({'head' if rank == 0 else f'rank {rank}'})" for rank, name in enumerate(names))]
     lines = [header]
@@ -137,9 +148,12 @@ def table(nodes: Mapping[str, Node], faults: Sequence[str]) -> str:
         drifts = same and len(set(cells)) > 1
         lines.append([f"{label} {DRIFT}" if drifts else label, *cells])
     head = nodes[names[0]]
-    lines.append(["answer", read_error(head.get("completion")) or _completion(head["completion"])])
+    answer = _unread(head) or read_error(head.get("completion")) or _completion(head["completion"])
+    lines.append(["answer", answer])
     lines = [[cell if len(cell) <= WIDTH else cell[: WIDTH - 1] + "…" for cell in line] for line in lines]
     widths = [max(len(line[i]) for line in lines if i < len(line)) for i in range(len(header))]
     text = ["  ".join(cell.ljust(widths[i]) for i, cell in enumerate(line)).rstrip() for line in lines]
+    if checking:
+        return "\n".join(["sparkpair: as it is now, before the changes that this check predicts", *text])
     verdict = "serving, proven by a streamed completion" if not faults else f"NOT PROVEN, {len(faults)} to mend"
     return "\n".join([f"sparkpair: {verdict}", *text, *(f"  - {fault}" for fault in faults)])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -75,22 +76,140 @@ def named_workloads(rig: proof.Rig, env: dict[str, str]) -> dict[str, dict[str, 
     return found
 
 
+def without(rule: str, gate: Any) -> None:
+    """Take one rule out of the class ``gate`` (FairGate of a fresh runtime)."""
+    begin, full, after, before = gate.begin, gate._full, gate.after_lookup, gate.before_lookup
+
+    def unbounded(self: Any) -> Any:
+        self.allowance = 10**9
+        return begin(self)
+
+    def threshold(self: Any) -> Any:
+        if not hasattr(self, "kept"):
+            self.kept = self.scheduler.vllm_config.scheduler_config.long_prefill_token_threshold
+            self.scheduler.scheduler_config.long_prefill_token_threshold = self.kept
+        return begin(self)
+
+    def no_drafts(self: Any) -> Any:
+        found = begin(self)
+        if len(self.scheduler.running) > len(self.unfinished):
+            self.share = self.allowance
+        return found
+
+    def stops(self: Any, *args: Any) -> int:
+        return 2 if after(self, *args) else 0
+
+    def no_slot(self: Any, left: int, tokens: int) -> bool:
+        return self.used >= self.share or (tokens < left and len(self.partial) >= self.settings.cap)
+
+    def early(self: Any, request: Any, scheduled: Any) -> int:
+        verdict = before(self, request, scheduled)
+        left = request.num_tokens - request.num_computed_tokens
+        if verdict or not full(self, left, min(left, self.share - self.used)) or self._exempted(request, scheduled):
+            return int(verdict)
+        self.held.append(request.request_id)
+        return 1
+
+    def unlimited(self: Any) -> Any:
+        self.credit = 10**9
+        return begin(self)
+
+    def half(self: Any) -> Any:
+        self.credit = 0
+        return begin(self)
+
+    changes: dict[str, tuple[str, Any]] = {
+        "allowance beside live streams": ("begin", unbounded),
+        "room for every stream's tokens": ("begin", no_drafts),
+        "threshold lifted without streams": ("begin", threshold),
+        "skip, not stop, at a held prompt": ("after_lookup", stops),
+        "guard after the lookup": ("before_lookup", early),
+        "last slot for short prompts": ("_full", no_slot),
+        "share for short prompts": ("_want", lambda _self: 0),
+        "credit carried over steps": ("begin", half),
+        "credit limited": ("begin", unlimited),
+    }
+    setattr(gate, *changes[rule])
+
+
+RULES = [
+    "allowance beside live streams", "room for every stream's tokens", "threshold lifted without streams",
+    "skip, not stop, at a held prompt", "guard after the lookup", "last slot for short prompts",
+    "share for short prompts", "credit carried over steps", "credit limited",
+]  # fmt: skip
+
+
+def ablate(seeds: int) -> dict[str, Any]:
+    """The fair policy, cap 2 and allowance 512, whole and without each of its rules."""
+    found: dict[str, Any] = {}
+    for rule in ["", *RULES]:
+        rig = make_rig()
+        if rule:
+            without(rule, rig.runtime.FairGate)  # type: ignore[attr-defined]
+        env = environ("fair/2/512")
+        found[rule or "all rules"] = {"random": random_workloads(rig, env, seeds), **named_workloads(rig, env)}
+        print(f"without {rule}" if rule else "all rules", flush=True)
+        show(found[rule or "all rules"])
+    return found
+
+
+def overhead(calls: int = 300) -> dict[str, float]:
+    """Median time of ``schedule()`` in ms, 256 requests decoding and 300 waiting for a place among them."""
+    rig = make_rig()
+    plain = make_rig(hooks=False)
+    found: dict[str, list[float]] = {}
+    schedulers = {}
+    for variant, r in (("stock", plain), ("off", rig), ("strict/2", rig), ("fair/2/512", rig)):
+        env = environ(variant) if variant != "off" else environ("stock")
+        with proof.settings(**env):
+            scheduler = r.scheduler(seqs=256, budget=8192)
+        for i in range(556):
+            scheduler.add_request(r.request(f"r{i}", 24, 100_000))
+        for _ in range(3):
+            out = scheduler.schedule()
+            scheduler.update_from_output(out, r.output(out, {name: [11] for name in out.num_scheduled_tokens}))
+        schedulers[variant] = (r, scheduler)
+        found[variant] = []
+    for _ in range(calls):  # interleaved, so that a busy machine disturbs all alike
+        for variant, (r, scheduler) in schedulers.items():
+            began = time.perf_counter()
+            out = scheduler.schedule()
+            found[variant].append(time.perf_counter() - began)
+            scheduler.update_from_output(out, r.output(out, {name: [11] for name in out.num_scheduled_tokens}))
+    medians = {variant: statistics.median(times) * 1000 for variant, times in found.items()}
+    return {v: round(m, 3) for v, m in medians.items()} | {
+        f"{v} ratio": round(m / medians["stock"], 3) for v, m in medians.items()
+    }
+
+
+def show(row: dict[str, Any]) -> None:
+    for name, values in row.items():
+        print(f"  {name:15} " + " ".join(f"{k}={v}" for k, v in values.items()), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--seeds", type=int, default=200)
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--ablate", action="store_true")
+    parser.add_argument("--overhead", action="store_true")
     args = parser.parse_args()
+    report: dict[str, Any] = {"seeds": args.seeds, "variants": {}}
+    if args.overhead:
+        report["overhead"] = overhead()
+        show({"overhead": report["overhead"]})
+    if args.ablate:
+        report["ablation"] = ablate(args.seeds)
     rig = make_rig()
-    report: dict[str, Any] = {"vllm": rig.version, "seeds": args.seeds, "variants": {}}
-    for variant in args.variants.split(","):
+    report["vllm"] = rig.version
+    for variant in () if args.ablate or args.overhead else args.variants.split(","):
         began = time.monotonic()
         env = environ(variant)
         row = {"random": random_workloads(rig, env, args.seeds), **named_workloads(rig, env)}
         report["variants"][variant] = row
         print(f"{variant:12} [{time.monotonic() - began:.0f} s]", flush=True)
-        for name, values in row.items():
-            print(f"  {name:15} " + " ".join(f"{k}={v}" for k, v in values.items()), flush=True)
+        show(row)
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 

@@ -34,12 +34,12 @@ def test_fits_and_comes_out_again(release, tmp_path):
     assert [p.name for p in folder.iterdir()] == ["scheduler.py"]
 
 
-@pytest.mark.parametrize("release", releases.RELEASES[::6])
+@pytest.mark.parametrize("release", releases.RELEASES[::8])
 def test_a_release_without_one_of_its_parts_is_refused(release, tmp_path):
     """Take out each line that a hook leans on in turn: the patcher must refuse, or the place was never needed."""
     source = (releases.fetch(release) / patcher.SCHED / "scheduler.py").read_text(encoding="utf-8")
     parts = {
-        "peek_request()": "head()", "allocate_slots(": "reserve(", "self.lora_config\n": "self.adapters\n",
+        "peek_request()": "head()", "allocate_slots(": "reserve(", "lora_config": "adapters",
         "token_budget": "budget_left", "if new_blocks is None:": "if not new_blocks:", "def schedule(": "def plan(",
         "class Scheduler(": "class Planner(", "load_kv_async": "later", "num_scheduled_tokens": "given",
     }  # fmt: skip

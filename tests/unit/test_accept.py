@@ -21,14 +21,14 @@ NODE = {**FACTS, "rank_unit": {}, "uid": 1000, "users": {}, "groups": {}, "epoch
 PORT = {"netdev": "enp1s0f0np0", "link_width": 4, "speed": 200000}
 FABRIC = {"cage": "p0", "cages": {"p0": [PORT, {**PORT, "netdev": "enP2p1s0f0np0"}]}}
 PING = {"paths": [{"payload": 8972}] * 2}
-ONE = {"gbits": 107.0}
-RDMA = {"peers": [{"peer": 1, "alone": [ONE] * 2, "together": [{"gbits": 97.0}] * 2, "verdict": "pass", "remedy": ""}]}
+ROW = {"ok": True, "line": "spark-b -> spark-a  rail 0  ib_write_bw  107.0 Gb/s  healthy", "mend": ""}
+RDMA = {"rows": [ROW, ROW]}
 PASSED = {"name": "pass", "passed": True, "found": "23.74 GB/s over IB", "remedy": ""}
 HEALTHY: dict[str, list[Any]] = {
     "link_width": [FABRIC, FABRIC],
     "link_speed": [FABRIC, FABRIC],
     "mtu": [PING, PING],
-    "bandwidth": [RDMA, {"peers": []}],
+    "bandwidth": [{}, RDMA],
     "parity": [{"node": NODE}, {"node": NODE}],
     "known_bad": [{"known_bad": []}, {"known_bad": []}],
     "busbw": [{"arms": {"both": {"verdict": PASSED}}}, {}],
@@ -51,7 +51,7 @@ HIT = {
     "source": "y",
     "evidence": "e",
 }
-SLOW = {**RDMA["peers"][0], "alone": [{"gbits": 13.22}] * 2, "verdict": "cold-boot-with-cable", "remedy": "unplug"}
+SLOW = {"ok": False, "line": "spark-b -> spark-a  rail 0  13.2 Gb/s  hot-plug fault", "mend": "unplug"}
 FAILED = {"name": "two-worlds", "passed": False, "found": "two", "remedy": "build with MPI=1"}
 BROKEN: dict[str, tuple[list[Any], str, str]] = {
     "link_width": (
@@ -65,7 +65,7 @@ BROKEN: dict[str, tuple[list[Any], str, str]] = {
         "200G-baseCR4",
     ),
     "mtu": (second("mtu", failed=True, msg="spark-b: rail 0: no answer"), "spark-b: rail 0", "fabric.yml"),
-    "bandwidth": ([{"peers": [SLOW]}, {}], "13.2 and 13.2 Gb/s alone", "unplug"),
+    "bandwidth": ([{}, {"rows": [ROW, SLOW]}], "13.2 Gb/s hot-plug fault", "unplug"),
     "parity": (
         second("parity", node={**NODE, "cuda": {"version": "12.8"}}),
         "spark-b: found cuda 12.8",

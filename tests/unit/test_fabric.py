@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from ansible.module_utils.sparkpair import fabric_probe
 from ansible.module_utils.sparkpair.fabric import (
     FabricError,
     default_route_interfaces,
     group_cages,
+    peer_addresses,
     read_fabric,
     read_ports,
 )
@@ -16,6 +18,7 @@ from ansible.module_utils.sparkpair.plan import PlanError
 
 from lab.simulated_rdma import spark_ports, write_hca, write_netdev
 
+NAMES = ("spark-a", "spark-b")
 SUBNET = "192.168.176.0/23"
 MANAGEMENT = {
     "ifname": "enP7s7",
@@ -44,7 +47,7 @@ def node(tmp_path):
             }
             for port in ports
         ]
-        defaults = {"subnet": SUBNET, "rank": 0, "nodes": 2}
+        defaults = {"subnet": SUBNET, "rank": 0, "names": NAMES}
         return read_fabric(root, [MANAGEMENT, *known, *links], routes, **(defaults | arguments))
 
     return read
@@ -64,7 +67,7 @@ def test_one_cable_in_p1(node):  # S1
 
 
 def test_planned_addresses_of_every_rank(node):
-    fabric = node(spark_ports(1), rank=1, nodes=3)
+    fabric = node(spark_ports(1), rank=1, names=("a", "b", "c"))
     first, second = fabric.rails
     assert (first.address, second.address) == ("192.168.176.2/24", "192.168.177.2/24")
     assert first.addresses_by_rank == ("192.168.176.1", "192.168.176.2", "192.168.176.3")
@@ -72,19 +75,34 @@ def test_planned_addresses_of_every_rank(node):
     assert fabric.as_dict()["rails"][1]["addresses_by_rank"][2] == "192.168.177.3"
 
 
+def test_everything_that_sysfs_says_of_a_port(node):
+    fabric = node(spark_ports(0))
+    port, dark = fabric.cages["p0"][1], fabric.cages["p1"][1]
+    assert (port.link_width, port.link_speed, port.port_state, port.link_layer) == (
+        4, "32.0 GT/s PCIe", "ACTIVE", "Ethernet",
+    )  # fmt: skip
+    assert port.switch_id == fabric.cages["p0"][0].switch_id == "4cbb47000001"
+    assert (dark.port_state, dark.hca) == ("DOWN", "roceP2p1s0f1")
+    assert [(gid.index, gid.type, gid.netdev) for gid in port.gids] == [
+        (slot, "RoCE v2" if slot % 2 else "IB/RoCE v1", "enP2p1s0f0np0") for slot in range(4)
+    ]
+    assert port.gids[3].gid == "0000:0000:0000:0000:0000:ffff:c0a8:b101"
+    assert fabric.as_dict()["cages"]["p0"][1]["gids"][3]["index"] == 3
+
+
 @pytest.mark.parametrize("empty_folder", [True, False])
 def test_hot_removed_is_no_cable_and_not_a_driver_failure(tmp_path, empty_folder):  # S2
     if empty_folder:
         (tmp_path / "class/infiniband").mkdir(parents=True)
     with pytest.raises(FabricError, match="leaves the PCI bus while no cable is in") as refusal:
-        read_fabric(tmp_path, [MANAGEMENT], [], subnet=SUBNET, rank=0, nodes=2)
+        read_fabric(tmp_path, [MANAGEMENT], [], subnet=SUBNET, rank=0, names=NAMES)
     assert "driver" not in str(refusal.value)
 
 
 def test_rdma_devices_without_interfaces_are_a_driver_failure(tmp_path):
     write_hca(tmp_path, spark_ports(0)[0])
     with pytest.raises(FabricError, match="rocep1s0f0 have no network interface"):
-        read_fabric(tmp_path, [], [], subnet=SUBNET, rank=0, nodes=2)
+        read_fabric(tmp_path, [], [], subnet=SUBNET, rank=0, names=NAMES)
 
 
 def test_an_unaddressed_twin_can_still_be_chosen(node):  # S3, before the role gives it an address
@@ -100,7 +118,7 @@ def test_different_cages_on_the_two_nodes_give_each_its_own_names(tmp_path):  # 
         for port in spark_ports(rank, cabled=cage):
             write_netdev(root, port, live=False)
             write_hca(root, port)
-        found.append(read_fabric(root, [], [], subnet=SUBNET, rank=rank, nodes=2))
+        found.append(read_fabric(root, [], [], subnet=SUBNET, rank=rank, names=NAMES))
     assert [fabric.cage for fabric in found] == ["p0", "p1"]
     assert [rail.hca for fabric in found for rail in fabric.rails] == [
         "rocep1s0f0",
@@ -146,12 +164,58 @@ def test_a_twin_that_is_missing(node):
         node([port for port in spark_ports(0) if port.netdev != "enP2p1s0f0np0"])
 
 
-def test_both_cages_cabled_names_both(node):
+def two_cables(addressed=False):
     up = {"carrier": "1", "speed": "200000"}
-    ports = change(spark_ports(0), enp1s0f1np1=up, enP2p1s0f1np1=up)
-    with pytest.raises(FabricError, match=r"p0 \(enp1s0f0np0 .* and p1 \(enp1s0f1np1 .* set fabric_cage to p0 or p1"):
-        node(ports)
-    assert node(ports, cage="p1").rails[0].netdev == "enp1s0f1np1"
+    bare = {} if addressed else {"addresses": ()}
+    return change(spark_ports(0), enp1s0f0np0=bare, enP2p1s0f0np0=bare, enp1s0f1np1=up, enP2p1s0f1np1=up)
+
+
+@pytest.mark.parametrize(
+    ("seen", "words"),
+    [
+        (None, r"p0 \(enp1s0f0np0 .* and p1 \(enp1s0f1np1 .* set fabric_cage to p0 or p1 for this node$"),
+        ({}, r"p0 .* and p1 .* no other node answers on either"),
+        (
+            {"enp1s0f0np0": {"spark-b"}, "enP2p1s0f1np1": {"spark-b"}},
+            r"p0 .* where spark-b answers and p1 .* where spark-b",
+        ),
+    ],
+)
+def test_both_cages_cabled_names_both(node, seen, words):
+    with pytest.raises(FabricError, match=words):
+        node(two_cables(), probe=None if seen is None else lambda ports: seen)
+    assert node(two_cables(), cage="p1").rails[0].netdev == "enp1s0f1np1"
+
+
+@pytest.mark.parametrize("netdev", ["enp1s0f1np1", "enP2p1s0f1np1"])
+def test_of_two_cables_the_one_where_the_peer_answers_is_chosen(node, netdev):
+    asked = []
+
+    def probe(ports):
+        asked.extend(port.netdev for port in ports)
+        return {netdev: {"spark-b"}}
+
+    assert node(two_cables(), probe=probe).cage == "p1"
+    assert asked == ["enp1s0f0np0", "enP2p1s0f0np0", "enp1s0f1np1", "enP2p1s0f1np1"]
+
+
+def test_of_two_cables_the_one_that_is_configured_stays(node):
+    assert node(two_cables(addressed=True), probe=lambda ports: pytest.fail("nobody has to ask")).cage == "p0"
+
+
+def test_peers_are_asked_for_by_every_address():
+    assert peer_addresses(SUBNET, 1, ["a", "b", "c"], ["10.77.0.1", "", "c.local"]) == {
+        "a": ["192.168.176.1", "192.168.177.1", "10.77.0.1"],
+        "c": ["192.168.176.3", "192.168.177.3", "c.local"],
+    }
+
+
+def test_an_arp_probe_is_a_request_without_an_address_and_its_reply_is_read():
+    frame = fabric_probe.request("4c:bb:47:00:01:01", "10.77.0.2")
+    assert len(frame) == 42 and frame[:6] == b"\xff" * 6 and frame[28:32] == bytes(4)
+    assert fabric_probe.reply(frame) is None and fabric_probe.reply(b"short") is None
+    answer = frame[:20] + b"\x00\x02" + bytes.fromhex("4cbb47000203") + bytes([10, 77, 0, 2]) + frame[32:]
+    assert fabric_probe.reply(answer) == ("10.77.0.2", "4c:bb:47:00:02:03")
 
 
 def test_administratively_down_gives_the_command_that_raises_it(node):
@@ -224,9 +288,9 @@ def test_foreign_addresses_on_rails_are_told(node):
 
 def test_the_plan_is_checked_before_the_hardware(tmp_path):
     with pytest.raises(PlanError, match="is not a network"):
-        read_fabric(tmp_path, [], [], subnet="nonsense", rank=0, nodes=2)
+        read_fabric(tmp_path, [], [], subnet="nonsense", rank=0, names=NAMES)
     with pytest.raises(PlanError, match="rank 2 is not one of 2 nodes"):
-        read_fabric(tmp_path, [], [], subnet=SUBNET, rank=2, nodes=2)
+        read_fabric(tmp_path, [], [], subnet=SUBNET, rank=2, names=NAMES)
 
 
 def test_port_name_wins_over_the_interface_name(tmp_path):
@@ -284,3 +348,54 @@ def test_asking_for_the_other_cage_is_not_hindered_by_our_own_addresses(node):
     assert node(ports, routes=ours, cage="p1").cage == "p1"
     with pytest.raises(PlanError, match="overlaps"):
         node(ports, routes=ours, cage="p1", rank=1)
+
+
+RING = {"ring": True, "names": ("a", "b", "c"), "subnet": "192.168.176.0/21", "hosts": ("10.77.0.1", "10.77.0.2", "")}
+
+
+def ring_ports():
+    up = {"carrier": "1", "speed": "200000", "addresses": ()}
+    return [replace(port, **up) for port in spark_ports(0)]
+
+
+@pytest.mark.parametrize(
+    ("rank", "networks", "peers"),
+    [
+        (0, (176, 177, 180, 181), (1, 1, 2, 2)),
+        (1, (178, 179, 176, 177), (2, 2, 0, 0)),
+        (2, (180, 181, 178, 179), (0, 0, 1, 1)),
+    ],
+)
+def test_a_ring_has_two_networks_for_each_cable(node, rank, networks, peers):
+    fabric = node(ring_ports(), rank=rank, **RING)
+    assert [rail.netdev for rail in fabric.rails] == ["enp1s0f0np0", "enP2p1s0f0np0", "enp1s0f1np1", "enP2p1s0f1np1"]
+    assert [rail.address for rail in fabric.rails] == [f"192.168.{n}.{rank + 1}/24" for n in networks]
+    for rail, network, peer in zip(fabric.rails, networks, peers, strict=True):
+        ends = {rank: f"192.168.{network}.{rank + 1}", peer: f"192.168.{network}.{peer + 1}"}
+        assert rail.addresses_by_rank == tuple(ends.get(other, "") for other in range(3))
+    assert len({rail.rail for rail in fabric.rails}) == 4
+
+
+def test_a_ring_brings_nccls_variables_and_meets_over_the_management_network(node):
+    assert node(ring_ports(), **RING).environment == {
+        "NCCL_IB_MERGE_NICS": "0",
+        "NCCL_NET_PLUGIN": "none",
+        "NCCL_IB_SUBNET_AWARE_ROUTING": "1",
+        "NCCL_SOCKET_IFNAME": "=enP7s7",
+    }
+    routed = node(ring_ports(), rank=2, routes=[{"dst": "default", "dev": "wlP9s9"}], **RING)
+    assert routed.environment["NCCL_SOCKET_IFNAME"] == "=wlP9s9"
+    assert node(spark_ports(0)).environment == {}
+
+
+def test_a_ring_that_cannot_be_is_refused(node):
+    with pytest.raises(FabricError, match=r"a ring needs both cages: cage p1 .* has no link"):
+        node(change(ring_ports(), enp1s0f1np1={"carrier": "0"}, enP2p1s0f1np1={"carrier": "0"}), **RING)
+    with pytest.raises(
+        FabricError, match=r"cage p0 .* leads to c instead of b: in a ring, port 0 .* port 1 of the next"
+    ):
+        node(ring_ports(), probe=lambda ports: {ports[0].netdev: {"c"}}, **RING)
+    with pytest.raises(PlanError, match="2 nodes are no ring"):
+        node(ring_ports(), **(RING | {"names": NAMES}))
+    with pytest.raises(PlanError, match="6 rails need one /24 each, so write a /21"):
+        node(ring_ports(), **(RING | {"subnet": SUBNET}))

@@ -84,6 +84,14 @@ def test_an_open_api_needs_a_key(bind):
     assert faults({"serve_bind": bind, "serve_api_key": "set"}) == []
 
 
+def test_a_key_that_is_short_or_odd_is_refused():
+    assert any("16 or more printable" in fault for fault in faults({"serve_api_key": "unusable"}))
+
+
+def test_one_address_for_two_hosts_is_refused():
+    assert any("10.77.0.1 on more than one host" in fault for fault in faults(addresses=["10.77.0.1", "10.77.0.1"]))
+
+
 def test_a_bind_that_is_no_address_is_refused():
     assert any("serve_bind" in fault for fault in faults({"serve_bind": "everywhere"}))
 
@@ -111,6 +119,11 @@ def test_variables_that_are_not_the_owners_to_set_are_refused(name):
 @pytest.mark.parametrize("port", [0, 80, 65536])
 def test_a_port_outside_the_range_is_refused(port):
     assert any("serve_port" in fault for fault in faults({"serve_port": port}))
+
+
+@pytest.mark.parametrize("tokens", [0, 63, 8193, "many"])
+def test_an_allowance_outside_the_range_is_refused(tokens):
+    assert any("serve_mixed_prefill_tokens" in fault for fault in faults({"serve_mixed_prefill_tokens": tokens}))
 
 
 def test_one_port_for_two_uses_is_refused():

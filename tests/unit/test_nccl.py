@@ -1,4 +1,4 @@
-"""nccl-tests and ib_write_bw: recorded outputs, what each means, and no text that a parser stumbles over."""
+"""nccl-tests: recorded outputs, what each means, and no text that a parser (that of ib_write_bw too) stumbles over."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import contextlib
 import random
 
 import pytest
-from ansible.module_utils.sparkpair import nccl, nccl_build, perftest, perftest_run
+from ansible.module_utils.sparkpair import fabric_bandwidth, nccl, nccl_build
 from ansible.module_utils.sparkpair.nccl import NcclError
-from ansible.module_utils.sparkpair.perftest import PerftestError
 from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
-
-from lab import simulated_rdma
 
 TOOLS = ROOT / "tests/fixtures/tools"
 
@@ -138,88 +135,9 @@ def test_a_build_is_whole_or_not_there(tmp_path, monkeypatch):
 
 
 def test_ib_write_bw_as_recorded():
-    assert perftest.parse(text("ib-write-bw")) == perftest.Bandwidth("rocep1s0f0", 92.57, 1024)
-    assert perftest.parse(text("ib-write-bw-13gbit-reconstructed")).gbits == 13.22
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda s: text("ib-write-bw-no-row"), "0 rows instead of one"),
-        (lambda s: "Couldn't connect to 192.168.200.12:18515\n", "no table"),
-        (lambda s: "", "nothing"),
-        (lambda s: s.replace("Gb/sec", "MiB/sec"), "MiB/sec instead of"),
-        (lambda s: s + s, "instead of one"),
-    ],
-)
-def test_output_of_ib_write_bw_that_proves_nothing(change, words):
-    with pytest.raises(PerftestError, match=words):
-        perftest.parse(change(text("ib-write-bw")))
-
-
-@pytest.mark.parametrize(
-    ("alone", "together", "verdict"),
-    [
-        ([108.2, 107.9], [97.1, 97.1], "pass"),
-        ([13.22, 108.0], [13.2, 97.0], "cold-boot-with-cable"),
-        ([24.2, 24.1], [24.0, 24.0], "cold-boot-with-cable"),
-        ([108.0, 49.0], [97.0, 49.0], "half-width"),
-        ([4.0, 4.0], [2.0, 2.0], "no-rdma"),
-        ([108.0, 108.0], [49.0, 49.0], "shared-path"),
-        ([80.0, 80.0], [75.0, 75.0], "slow"),
-        ([], [], "no-rdma"),
-    ],
-)
-def test_what_bandwidths_mean(alone, together, verdict):
-    name, remedy = perftest.judge(alone, together)
-    assert name == verdict and bool(remedy) == (verdict != "pass")
-
-
-def plan(tmp_path, rank: int) -> perftest_run.Plan:
-    for port in simulated_rdma.spark_ports(rank):
-        simulated_rdma.write_hca(tmp_path, port)
-    rails = tuple(
-        {
-            "rail": rail,
-            "hca": ("rocep1s0f0", "roceP2p1s0f0")[rail],
-            "addresses_by_rank": [f"192.168.{176 + rail}.1", f"192.168.{176 + rail}.2"],
-        }
-        for rail in (0, 1)
-    )
-    return perftest_run.Plan(rank, 2, rails, 1, tmp_path)
-
-
-def test_the_gid_is_the_one_of_the_rail_s_address(tmp_path):
-    plan(tmp_path, 0)
-    assert perftest.gid_index(tmp_path, "rocep1s0f0", "192.168.176.1") == 3
-    assert perftest.gid_index(tmp_path, "rocep1s0f0", "192.168.176.9") is None
-
-
-def test_the_head_measures_each_rail_and_both_and_waits_for_servers(tmp_path, monkeypatch):
-    monkeypatch.setattr("time.sleep", lambda _: None)
-    asked: list[list[str]] = []
-
-    def run(command):
-        asked.append(list(command))
-        if len(asked) == 1:
-            return 1, "", "Couldn't connect to 192.168.176.2:18515"
-        hca = command[command.index("-d") + 1]
-        return 0, text("ib-write-bw").replace("rocep1s0f0", hca).replace("92.57", "107.00"), ""
-
-    (found,) = perftest_run.lead(plan(tmp_path, 0), run, lambda argv, _: argv)
-    assert found["verdict"] == "pass" and len(found["alone"]) == len(found["together"]) == 2
-    ports = [command[command.index("-p") + 1] for command in asked]
-    assert len(asked) == 5 and len(set(ports)) == 4
-    served: list[list[str]] = []
-    perftest_run.serve(
-        plan(tmp_path / "peer", 1), lambda c: (served.append(list(c)), (0, "", ""))[1], lambda argv, _: argv
-    )
-    assert {command[command.index("-p") + 1] for command in served} == set(ports)
-
-
-def test_a_rail_without_a_row_is_named(tmp_path):
-    with pytest.raises(PerftestError, match=r"rail 0 to 192\.168\.176\.2: .*0 rows"):
-        perftest_run.lead(plan(tmp_path, 0), lambda _: (0, text("ib-write-bw-no-row"), ""), lambda argv, _: argv)
+    assert fabric_bandwidth.parse_perftest(text("ib-write-bw")) == 92.57
+    assert fabric_bandwidth.parse_perftest(text("ib-write-bw-13gbit-reconstructed")) == 13.22
+    assert fabric_bandwidth.parse_perftest(text("ib-write-bw-no-row")) is None
 
 
 RECORDED = [path.read_text() for path in sorted(TOOLS.glob("*.txt"))]
@@ -235,11 +153,5 @@ def test_no_text_makes_the_parsers_raise_anything_else(start: str, dice: random.
     mangled = "\n".join(lines)
     with contextlib.suppress(NcclError):
         nccl.judge(nccl.parse(mangled))
-    with contextlib.suppress(PerftestError):
-        perftest.parse(mangled)
-
-
-@given(st.lists(st.floats(0, 1e4), max_size=4), st.lists(st.floats(0, 1e4), max_size=4))
-def test_every_measurement_has_a_verdict(alone, together):
-    name, remedy = perftest.judge(alone, together)
-    assert (name == "pass") == (remedy == "")
+    fabric_bandwidth.parse_perftest(mangled)
+    fabric_bandwidth.parse_iperf(mangled)

@@ -78,15 +78,18 @@ def test_this_machine_can_be_read():
 @pytest.mark.parametrize(
     ("result", "words"),
     [
-        ({"unreachable": True, "msg": "Connection timed out"}, "no SSH connection (Connection timed out)"),
+        (
+            {"unreachable": True, "msg": "Data could not be sent. Make sure it can be reached over ssh: timed out"},
+            "no SSH connection (timed out), expected one: ssh spark@192.0.2.12",
+        ),
         ({"failed": True, "msg": "Incorrect sudo password"}, "--ask-become-pass"),
         ({"failed": True, "msg": "python3: not found"}, "ansible_python_interpreter"),
     ],
 )
 def test_a_node_that_was_not_read_says_why(result, words):
-    (fault,) = explain_failure("spark-b", result)
+    (fault,) = explain_failure("spark-b", result, "spark@192.0.2.12")
     assert words in fault and fault.startswith("spark-b: ")
 
 
 def test_a_node_that_was_read_explains_nothing():
-    assert explain_failure("spark-a", {"node": NODE}) == []
+    assert explain_failure("spark-a", {"node": NODE}, "") == []

@@ -39,7 +39,7 @@ def pair(path: str, value: Any) -> dict[str, Any]:
 
 
 def judge(nodes: dict[str, Any], stage: str = "preflight", accepted: tuple[str, ...] = (), nccl: str = "") -> Any:
-    return check({name: {"node": node} for name, node in nodes.items()}, stage, {}, accepted, nccl, 1000.0)
+    return check({name: {"node": node} for name, node in nodes.items()}, {}, stage, {}, accepted, nccl, 1000.0)
 
 
 def test_equal_nodes_have_no_table():

@@ -5,9 +5,10 @@ from __future__ import annotations
 import copy
 
 import pytest
-from ansible.module_utils.sparkpair.report import faults_of, table
+from ansible.module_utils.sparkpair.report import Wish, faults_of, table
 
 WANT = {"DSPARK_MAX_INFLIGHT_PREFILLS": "2"}
+WISH = Wish(WANT, patched=True, play="ansible-playbook -i inventory/mine")
 
 
 def node(rank):
@@ -21,7 +22,7 @@ def node(rank):
             "system": "ubuntu 24.04 7.5.0 6.17", "packages": {"libnccl2": "2.28.9-1"}, "vllm": "0.33.0",
             "digests": {"env": "abc", "scheduler": "def", "model": "tiny/lab"},
         },
-        "hotfix": {"status": "patched", "digest": "0123456789abcdef"},
+        "hotfix": {"found": {"status": "patched", "digest": "0123456789abcdef"}},
         "completion": {"completion": {"chunks": 8, "first_token_s": 0.12}} if rank == 0 else {},
     }  # fmt: skip
 
@@ -32,7 +33,7 @@ def pair():
 
 
 def test_a_serving_pair_is_proven(pair):
-    faults = faults_of(pair, WANT, patched=True)
+    faults = faults_of(pair, WISH)
     assert faults == []
     shown = table(pair, faults)
     assert (
@@ -55,29 +56,45 @@ def change(pair, name, path, value):
     [
         ("spark-b", "rank_info/unit/ActiveState", "failed", "rank failed"),
         ("spark-b", "rank_info/processes", [], "no process"),
-        ("spark-b", "rank_info/processes", [{"pid": 9, "name": "w", "env": {}}], "process 9"),
+        ("spark-b", "rank_info/processes", [{"pid": 9, "name": "w", "env": {}}], "<unset>"),
         ("spark-b", "rank_info/digests/model", "tiny/other", "model"),
         ("spark-b", "rank_info/vllm", "0.32.0", "vllm_env"),
         ("spark-b", "rank_info", {"unreachable": True}, "unreachable"),
-        ("spark-b", "hotfix/status", "original", "scheduler original"),
-        ("spark-a", "rank_info/scheduler", None, "cap none"),
+        ("spark-b", "hotfix/found/status", "original", "scheduler original"),
+        ("spark-a", "rank_info/scheduler", None, "did not log its cap"),
         ("spark-a", "rank_info/scheduler/cap", 1, "cap 1"),
         ("spark-a", "completion", {"failed": True, "msg": "no answer within 5 s"}, "no answer"),
     ],
 )
 def test_what_is_not_proven_is_named(pair, name, path, value, words):
-    faults = faults_of(change(pair, name, path, value), WANT, patched=True)
+    faults = faults_of(change(pair, name, path, value), WISH)
     assert any(words in fault and fault.startswith(f"{name}: ") for fault in faults), faults
 
 
 def test_drift_is_marked_in_the_table(pair):
     drifted = change(pair, "spark-b", "rank_info/packages", {"libnccl2": "2.30.4-1"})
-    assert "gpu ≠" in table(drifted, faults_of(drifted, WANT, patched=True))
+    assert "gpu ≠" in table(drifted, faults_of(drifted, WISH))
 
 
 def test_an_unpatched_pair_is_fine_when_the_hotfix_is_not_asked_for(pair):
-    stock = change(change(pair, "spark-a", "hotfix/status", "original"), "spark-b", "hotfix/status", "original")
-    assert faults_of(change(stock, "spark-a", "rank_info/scheduler", None), WANT, patched=False) == []
+    stock = change(
+        change(pair, "spark-a", "hotfix/found/status", "original"), "spark-b", "hotfix/found/status", "original"
+    )
+    assert faults_of(change(stock, "spark-a", "rank_info/scheduler", None), Wish(WANT, patched=False)) == []
+
+
+def test_a_patched_pair_is_a_fault_when_the_hotfix_is_to_be_out(pair):
+    assert any("found the scheduler patched" in fault for fault in faults_of(pair, Wish(WANT, patched=False)))
+
+
+def test_a_check_shows_the_pair_and_judges_nothing(pair):
+    shown = table(change(pair, "spark-b", "rank_info/unit/ActiveState", "failed"), ["x"], checking=True)
+    assert "as it is now" in shown and "NOT PROVEN" not in shown and "failed" in shown
+
+
+def test_sentences_name_the_owners_inventory(pair):
+    faults = faults_of(change(pair, "spark-b", "rank_info/digests/model", "tiny/other"), WISH)
+    assert any("ansible-playbook -i inventory/mine site.yml" in fault for fault in faults)
 
 
 def test_nodes_that_could_not_be_read_still_make_a_table():
