@@ -21,6 +21,7 @@ options:
   settings: {description: What the layer needs to know besides, type: dict, default: {}}
   report: {description: "The report: a folder to begin one, its file to go on", type: path, required: true}
   kept: {description: "Digests that the nodes kept, in rank order, to begin", type: list, elements: str, default: []}
+  always: {description: "Layers are due although the digests are those that were kept", type: bool, default: true}
   stop: {description: Fail the task when the layer fails, type: bool, default: true}
 attributes:
   check_mode: {support: full, description: Judges and writes nothing}
@@ -41,7 +42,7 @@ EXAMPLES = r"""
 RETURN = r"""
 report: {description: Path of the report, type: str, returned: always}
 digests: {description: "Digest of each node's inputs, when a report begins", type: list, returned: success}
-due: {description: "Whether a node kept another digest, when a report begins", type: bool, returned: success}
+due: {description: "Whether layers have to run, when a report begins", type: bool, returned: success}
 status: {description: "pass, fail or skip", type: str, returned: always}
 exit_code: {description: Exit code of the layer, type: int, returned: always}
 """
@@ -71,6 +72,7 @@ def main() -> None:
             "settings": {"type": "dict", "default": {}},
             "report": {"type": "path", "required": True},
             "kept": {**words, "default": []},
+            "always": {"type": "bool", "default": True},
             "stop": {"type": "bool", "default": True},
         },
         supports_check_mode=True,
@@ -82,9 +84,9 @@ def main() -> None:
         path = path / f"accept-{now:%Y%m%dT%H%M%SZ}.json"
         known = all(part.get("node") for part in evidence)
         digests = [accept.inputs_digest(part["node"], p["settings"]) for part in evidence] if known else []
-        if not module.check_mode:
+        due = p["always"] or not known or digests != p["kept"]
+        if due and not module.check_mode:
             write(path, accept.new_report(nodes, f"{now:%Y-%m-%d %H:%M:%S} UTC"))
-        due = not known or digests != p["kept"]
         module.exit_json(changed=False, report=str(path), digests=digests, due=due, status="pass", exit_code=0)
     layer = accept.JUDGES[p["layer"]](nodes, evidence, p["settings"])
     if not module.check_mode:

@@ -30,7 +30,7 @@ def parse_meminfo(text: str) -> dict[str, int]:
     for line in text.splitlines():
         name, _, rest = line.partition(":")
         words = rest.split()
-        if words and words[0].isdigit():
+        if words and words[0].isascii() and words[0].isdigit() and len(words[0]) < 20:
             found[name] = int(words[0]) * (1024 if words[1:] == ["kB"] else 1)
     return found
 

@@ -141,8 +141,10 @@ def test_a_report_is_begun_goes_on_and_stops_at_the_first_failure(capsys, tmp_pa
     nodes = HEALTHY["parity"]
     begun = run(capsys, nodes=NAMES, evidence=nodes, report=str(tmp_path), kept=["", ""])
     assert begun["due"] and len(begun["digests"]) == 2
-    again = run(capsys, nodes=NAMES, evidence=nodes, report=str(tmp_path), kept=begun["digests"])
-    assert not again["due"]
+    reports = len(list(tmp_path.iterdir()))
+    arguments = {"nodes": NAMES, "evidence": nodes, "kept": begun["digests"], "always": False}
+    assert not run(capsys, **arguments, report=str(tmp_path))["due"] and len(list(tmp_path.iterdir())) == reports
+    assert run(capsys, **{**arguments, "kept": ["", "x"]}, report=str(tmp_path / "due"))["due"]
     path = begun["report"]
     assert accept.main([path]) == 1
     assert run(capsys, layer="link_width", nodes=NAMES, evidence=HEALTHY["link_width"], report=path)["exit_code"] == 0

@@ -17,7 +17,7 @@ from ansible.module_utils.sparkpair.facts import (
     tolerant,
 )
 from ansible.module_utils.sparkpair.known_bad import FACTS
-from ansible.module_utils.sparkpair.node import read_node
+from ansible.module_utils.sparkpair.node import parse_keys, parse_meminfo, read_node
 from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
@@ -158,6 +158,8 @@ def test_no_text_makes_a_parser_raise_anything_else(text):
     parse_packages(text)
     parse_listeners(text)
     parse_limit(text)
+    parse_keys(text)
+    parse_meminfo(f"MemTotal: {text}")
     with contextlib.suppress(FactsError):
         parse_gpu(text)
 
