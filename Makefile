@@ -57,7 +57,7 @@ vllm-venv: tools
 	  ! cmp -s "locks/$$lock" $(VLLM_VENV)/lock || exit 0; \
 	  echo "scheduler: installing vLLM into $(VLLM_VENV)"; \
 	  export UV_CACHE_DIR=.cache/uv; \
-	  uv venv --quiet --clear --no-python-downloads --python 3.11 $(VLLM_VENV); \
+	  uv venv --quiet --clear --seed --no-python-downloads --python 3.11 $(VLLM_VENV); \
 	  uv pip sync --quiet --python $(VLLM_VENV) --require-hashes --no-index --find-links "$$wheels" "locks/$$lock"; \
 	  uv pip install --quiet --python $(VLLM_VENV) $$(grep -E '^(pytest|hypothesis)==' requirements-dev.txt); \
 	  cp "locks/$$lock" $(VLLM_VENV)/lock
@@ -65,6 +65,18 @@ vllm-venv: tools
 .PHONY: scheduler
 scheduler: vllm-venv  ## the hotfix on the real scheduler of the installed vLLM
 	@$(RUN) tests/scheduler/run.sh
+
+.PHONY: scheduler-releases
+scheduler-releases: vllm-venv  ## the hotfix on the real schedulers of five releases (minutes)
+	@$(RUN) tests/scheduler/run.sh -m slow
+
+.PHONY: bench-hotfix
+bench-hotfix: vllm-venv  ## stock, strict and fair on the real scheduler, in modelled time (minutes)
+	@$(RUN) $(VLLM_VENV)/bin/python tests/scheduler/bench.py
+
+.PHONY: drift
+drift: vllm-venv  ## do the hooks still fit the newest vLLM on the index?
+	@$(RUN) $(VLLM_VENV)/bin/python tests/scheduler/releases.py drift
 
 .PHONY: molecule
 molecule: tools  ## each role and the whole site on the lab's nodes

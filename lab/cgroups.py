@@ -1,4 +1,4 @@
-"""The lab's control groups: /LAB_ID/NODE in every hierarchy that systemd-nspawn uses.
+"""The lab's control groups: /LAB/NODE in every hierarchy that systemd-nspawn uses.
 
 A control group is how the lab knows all processes of a node, and how it ends them at once. Where PID 1 is systemd
 there is one hierarchy (cgroup2). Other machines may have cgroup2 beside the old name=systemd hierarchy, and
@@ -54,7 +54,7 @@ def read_pids(folder: Path) -> set[int]:
 
 @dataclass(frozen=True)
 class Group:
-    """One control group, the same `path` (such as "sparkpair/spark-a") in every hierarchy."""
+    """One control group, the same `path` (such as "sparkpair-lab/spark-a") in every hierarchy."""
 
     path: str
 

@@ -91,7 +91,7 @@ def dispatch(options: argparse.Namespace, settings: Settings) -> int:
     if verb == "supervise":
         lifecycle.supervise(settings, settings.node(options.node))
         return 0
-    with host.lock(Path(f"/run/{settings.ident}.lock"), verb):
+    with host.lock(Path(f"/run/{settings.name}.lock"), verb):
         if verb == "build":
             lifecycle.build(settings)
             host.step(f"all parts are in {settings.cache}")

@@ -23,12 +23,12 @@ STATE = ("keys", "known_hosts", "ssh_config", "become_password", "vllm_env_lock"
 """What lies in the state folder beside the nodes' disks."""
 
 
-def parse_mounts(mountinfo: str, ident: str) -> list[str]:
-    """Mount points whose source is named after the lab `ident`, from the text of /proc/PID/mountinfo."""
+def parse_mounts(mountinfo: str, settings: Settings) -> list[str]:
+    """Mount points whose source is named after the lab, from the text of /proc/PID/mountinfo."""
     found = []
     for line in mountinfo.splitlines():
         before, _, after = line.partition(" - ")
-        if after.split()[1].startswith(f"{ident}-"):
+        if settings.owns(after.split()[1]):
             found.append(before.split()[4].replace("\\040", " "))
     return found
 
@@ -118,7 +118,7 @@ def hang_up(settings: Settings, address: str | None = None) -> None:
 
 
 def mounts(settings: Settings) -> list[str]:
-    return parse_mounts(Path("/proc/self/mountinfo").read_text(), settings.ident)
+    return parse_mounts(Path("/proc/self/mountinfo").read_text(), settings)
 
 
 def links(settings: Settings) -> list[str]:
@@ -130,10 +130,27 @@ def links(settings: Settings) -> list[str]:
 
 
 def state_files(settings: Settings) -> list[Path]:
-    """What the lab has in its state folder."""
+    """What the lab has in its state folder, the marker last; nothing where the lab did not write its marker."""
+    return [*_named_like_ours(settings), settings.marker] if settings.marker.is_file() else []
+
+
+def _named_like_ours(settings: Settings) -> list[Path]:
     known = [settings.state / name for name in STATE]
-    disks = [*settings.state.glob("spark-?"), *settings.state.glob(".*.partial"), *settings.state.glob(".old-*")]
+    disks = [*settings.state.glob("spark-?"), *settings.state.glob(".spark-?.partial"), *settings.state.glob(".old-*")]
     return [path for path in [*known, *disks] if path.exists() or path.is_symlink()]
+
+
+def claim_state(settings: Settings) -> None:
+    """Mark the state folder as the lab's own; raises LabError if it holds files that the lab would replace."""
+    if settings.marker.is_file():
+        return
+    if strangers := _named_like_ours(settings):
+        raise LabError(
+            f"{settings.state} holds {strangers[0].name} and no {settings.marker.name}, so it is not a lab's folder; "
+            "set LAB_DIR to an empty one, or delete what an older lab left there"
+        )
+    settings.state.mkdir(parents=True, exist_ok=True)
+    settings.marker.write_text("The folder of a lab: `lab.py down` deletes what the lab has in it.\n")
 
 
 def find(settings: Settings) -> list[str]:
@@ -143,7 +160,7 @@ def find(settings: Settings) -> list[str]:
 
 def in_kernel(settings: Settings) -> list[str]:
     """One line for every process, control group, namespace, mount, interface and runtime folder of the lab."""
-    group = Group(settings.ident)
+    group = Group(settings.name)
     namespaces = network.names(settings)
     pids = group.pids() | inside(namespaces)
     for namespace in namespaces:
@@ -158,7 +175,7 @@ def in_kernel(settings: Settings) -> list[str]:
 
 def remove_kernel_objects(settings: Settings) -> None:
     """End every process of the lab; remove its control groups, namespaces, cables and mounts."""
-    group = Group(settings.ident)
+    group = Group(settings.name)
     group.kill()
     group.remove()
     namespaces = network.names(settings)
@@ -177,7 +194,7 @@ def remove_kernel_objects(settings: Settings) -> None:
 def remove_state(settings: Settings) -> None:
     """Delete the lab's files; the cache stays."""
     for path in state_files(settings):
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink()

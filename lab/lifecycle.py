@@ -24,7 +24,7 @@ BOOT_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Record:
-    """What runs under the lab's name on this machine, kept in /run/LAB_ID/lab.json while it exists.
+    """What runs under the lab's name on this machine, kept in /run/LAB/lab.json while it exists.
 
     `state` and `checkout` are folders: the lab's files, and the clone that started it.
     `lower`, `wheelhouse` and `model` are the cached parts that its nodes use.
@@ -83,7 +83,7 @@ def build(settings: Settings) -> Record:
     """Build the cached parts that are missing, and return what a lab made of them would be."""
     host.require_tools()
     settings.cache.mkdir(parents=True, exist_ok=True)
-    with host.lock(settings.cache / "build.lock", "build"), Group(settings.ident).child("build").visited():
+    with host.lock(settings.cache / "build.lock", "build"), Group(settings.name).child("build").visited():
         lower = base.build(settings.cache)
         recipe = hashlib.sha256(Path(tiny_model.__file__).read_bytes()).hexdigest()[:12]
         model = settings.cache / f"model-{recipe}"
@@ -138,6 +138,7 @@ def reset(settings: Settings) -> None:
 def fresh(settings: Settings) -> None:
     """Boot new nodes on new disks; no node may be running."""
     record = build(settings)
+    leftovers.claim_state(settings)
     old = settings.state / f".old-{os.getpid()}"
     old.mkdir(parents=True, exist_ok=True)
     for folder in settings.state.glob("spark-?"):
@@ -167,6 +168,7 @@ def fresh(settings: Settings) -> None:
 
 def down(settings: Settings, force: bool = False) -> None:
     """Remove everything that the lab has on this machine, except the cached parts."""
+    host.step(f"removing lab '{settings.ident}'; on a loaded machine it can take a minute")
     if not force:
         refuse_foreign(settings)
     if not leftovers.find(settings):

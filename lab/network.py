@@ -24,7 +24,7 @@ def exists(namespace: str) -> bool:
 
 def names(settings: Settings) -> list[str]:
     """Names of the lab's namespaces that exist."""
-    return sorted(file.name for file in NAMES.glob(f"{settings.ident}-*"))
+    return sorted(file.name for file in NAMES.glob(f"{settings.name}-*") if settings.owns(file.name))
 
 
 def ip(namespace: str, *lines: str) -> None:

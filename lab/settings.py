@@ -55,7 +55,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Settings:
-    """One lab. `ident` prefixes everything it makes in the kernel, so that several labs can live side by side."""
+    """One lab. `name`, made of `ident`, begins all that it makes in the kernel and in /run: labs live side by side."""
 
     ident: str
     count: int
@@ -64,26 +64,40 @@ class Settings:
     ring: bool = False
 
     @property
+    def name(self) -> str:
+        """Begins every name in the kernel and in /run; the fixed part keeps LAB_ID away from names of the system."""
+        return "sparkpair-lab" if self.ident == DEFAULT_ID else f"sparkpair-lab-{self.ident}"
+
+    @property
+    def marker(self) -> Path:
+        """The file by which the lab knows its own state folder; nothing is deleted in a folder without it."""
+        return self.state / ".sparkpair-lab"
+
+    @property
     def nodes(self) -> tuple[Node, ...]:
         return tuple(Node(index) for index in range(self.count))
 
     @property
     def run_folder(self) -> Path:
         """Runtime state that dies with the machine: who owns the lab, and SSH control sockets."""
-        return Path("/run") / self.ident
+        return Path("/run") / self.name
 
     @property
     def lab_namespace(self) -> str:
         """Name of the network namespace on the lab's own side of the management network."""
-        return f"{self.ident}-lab"
+        return f"{self.name}-lab"
 
     @property
     def park_namespace(self) -> str:
         """Name of the namespace that holds the cable ends of nodes that are off."""
-        return f"{self.ident}-park"
+        return f"{self.name}-park"
 
     def namespace(self, node: Node) -> str:
-        return f"{self.ident}-{node.name}"
+        return f"{self.name}-{node.name}"
+
+    def owns(self, namespace: str) -> bool:
+        """Whether this lab, and no other, gives that name to a namespace (and to the mounts of a node)."""
+        return re.fullmatch(re.escape(self.name) + "-(lab|park|spark-[abc])", namespace) is not None
 
     def node_folder(self, node: Node) -> Path:
         return self.state / node.name

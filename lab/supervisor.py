@@ -27,7 +27,7 @@ exec nsenter "--net=/run/netns/$LAB_SOURCE" systemd-nspawn "$@"
 
 
 def node_group(settings: Settings, node: Node) -> Group:
-    return Group(f"{settings.ident}/{node.name}")
+    return Group(f"{settings.name}/{node.name}")
 
 
 def nspawn_arguments(settings: Settings, node: Node, binds: Sequence[tuple[Path, str]]) -> list[str]:

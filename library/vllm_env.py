@@ -16,6 +16,7 @@ options:
   python: {description: Interpreter of the environments, type: path, default: /usr/bin/python3}
   wheelhouse: {description: Folder on the node with all wheels; empty for the index, type: str, default: ""}
   log: {description: Log of the installation, type: path, default: /var/log/sparkpair/vllm_env.log}
+  rebuild: {description: Build a complete environment anew too from new downloads, type: bool, default: false}
 attributes:
   check_mode: {support: full}
   diff_mode: {support: full}
@@ -53,6 +54,7 @@ def main() -> None:
             "python": {"type": "path", "default": "/usr/bin/python3"},
             "wheelhouse": {"type": "str", "default": ""},
             "log": {"type": "path", "default": "/var/log/sparkpair/vllm_env.log"},
+            "rebuild": {"type": "bool", "default": False},
         },
         supports_check_mode=True,
     )
@@ -69,10 +71,12 @@ def main() -> None:
         )
         env.require_fit(plan.lock, plan.python)
         before = env.current_name(plan.root)
-        manifest = env.read_manifest(plan.path)
-        changed = not manifest or before != plan.digest
+        manifest, damage = env.judge(plan.path)
+        if damage:
+            module.warn(f"vllm_env: {plan.path} is damaged and built anew: {damage}")
+        changed = not manifest or before != plan.digest or wish["rebuild"]
         if changed and not module.check_mode:
-            manifest = env.install(plan)
+            manifest = env.install(plan, wish["rebuild"])
             env.switch(plan)
     except (env.EnvError, LockError, OSError) as error:
         module.fail_json(msg=f"vllm_env: {error}")
@@ -83,7 +87,7 @@ def main() -> None:
         python=str(plan.path / "bin" / "python"),
         vllm_version=plan.lock.version_of("vllm"),
         manifest=manifest or {},
-        diff={"before": f"{before}\n", "after": f"{plan.digest}\n"},
+        diff={"before": f"{before}{', ' + damage if damage else ''}\n", "after": f"{plan.digest}\n"},
     )
 
 

@@ -16,7 +16,7 @@ Environment, read once in :func:`attach`:
 ``DSPARK_PREFILL_POLICY``         ``strict`` (default): at the cap no further prompt is admitted in this step.
     ``fair``: at the cap long prompts are skipped, short ones go on; see :class:`FairGate`.
 ``DSPARK_MIXED_PREFILL_TOKENS``   With ``fair``: prefill tokens in a step that also decodes. Blank or not above zero:
-    the engine's ``long_prefill_token_threshold`` where that is set, else 512.
+    the engine's ``long_prefill_token_threshold`` where that is set, else 480.
 ``DSPARK_ISSUE43_SCHED_DIAG``     1: one line ``[issue43-step N] {json}`` per step that scheduled anything.
 ``DSPARK_PREFILL_HOTFIX_OFF``     1: the hooks do nothing.
 """
@@ -32,7 +32,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, Protocol
 
-REVISION = 2
+REVISION = 3
 """Counts up with every change of the hooks or of this file's behaviour; shown by the log line and the status."""
 
 HARD_CAP = 3
@@ -43,7 +43,7 @@ ADMIT, SKIP, STOP = 0, 1, 2
 
 MAX_WARNINGS = 16
 
-ALLOWANCE = 512
+ALLOWANCE = 480
 """Prefill tokens beside live streams in one step, where neither the environment nor the engine's options say."""
 
 SHORT_STEPS = 4
@@ -301,7 +301,7 @@ class StrictGate(Gate):
         record = {
             "live": len(self.demand),
             "running": len(running),
-            "partial": len(self.partial) if self.seen >= 0 else None,
+            "partial": len(self.partial if self.seen >= 0 else partial_prefills(self.scheduler.running)),
             "tracked": None if tracked is None else len(tracked),
             "cap": self.settings.cap,
             "prefill": {r: n for r, n in scheduled.items() if r not in decode},

@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 TAG = "  # dspark-hotfix"
 MODULE = "dspark_prefill.py"
+REINSTALL = "reinstall vLLM (playbooks/vllm_env.yml -e vllm_env_rebuild=true)"
 SCHED = Path("vllm/v1/core/sched")
 # What the hooks read of schedule()'s own variables.
 USED_NAMES = frozenset(
@@ -246,7 +247,7 @@ def unpatch(source: bytes) -> bytes:
     mark = MARK.search(source)
     kept = b"\n".join(line for line in source.split(b"\n") if not line.endswith(TAG.encode()))
     if mark is None or sha256(kept) != mark.group(2).decode():
-        raise Refused(UNSUPPORTED, "carries our hooks but was changed by hand since: reinstall vLLM, then apply again")
+        raise Refused(UNSUPPORTED, f"carries our hooks but was changed by hand since: {REINSTALL}, then apply again")
     return kept
 
 
@@ -392,7 +393,7 @@ class Installation:
                 if FOREIGN.search(source):
                     raise Refused(
                         FOREIGN_PATCH,
-                        f"{self.scheduler} carries another hotfix; take it out the way it came, or reinstall vLLM",
+                        f"{self.scheduler} carries another hotfix; take it out the way it came, or {REINSTALL}",
                     )
                 patch(source, self.revision)
                 return ORIGINAL, "the hooks fit", 0

@@ -74,8 +74,11 @@ def parse_requirements(text: str) -> tuple[Requirement, ...]:
     """Parse the requirement lines of a lock; comments are skipped.
 
     Raises:
-        LockError: a requirement without pin or hash, an option line, a name given twice, or no requirement.
+        LockError: a requirement without pin or hash, an option line, a name given twice, no requirement, or a comment
+            with a backslash.
     """
+    if comment := re.search(r"^[^\S\n]*#.*\\.*$", text, re.MULTILINE):
+        raise LockError(f"a comment has a backslash, which could hide the next line: {comment[0].strip()[:120]!r}")
     requirements: dict[str, Requirement] = {}
     for line in text.replace("\\\n", " ").splitlines():
         if not line.strip() or line.startswith("#"):

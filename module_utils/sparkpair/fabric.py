@@ -28,6 +28,9 @@ FULL_SPEED = 200_000
 FULL_WIDTH = 4
 """PCIe lanes of each function; firmware from before April 2026 brings one of them up with 2."""
 
+FULL_PCIE = "32.0 GT/s"
+"""PCIe speed of each function, as sysfs begins it (Gen5)."""
+
 MELLANOX = "0x15b3"
 """PCI vendor of the ConnectX-7."""
 
@@ -339,6 +342,11 @@ def degraded(twins: Iterable[Port]) -> list[str]:
             found.append(
                 f"{port.netdev} has {port.link_width} PCIe lanes instead of {FULL_WIDTH}: "
                 "update the firmware (fwupdmgr update) and restart the node"
+            )
+        if port.link_speed is not None and not port.link_speed.startswith(FULL_PCIE):
+            found.append(
+                f"{port.netdev} has a PCIe link of {port.link_speed} instead of {FULL_PCIE}: "
+                "power the node off for a minute and start it with the cable attached"
             )
     return found
 

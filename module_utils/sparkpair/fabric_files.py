@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -124,8 +123,3 @@ def ufw_allowed(rules: str, netdev: str) -> bool:
 def ufw_enabled(conf: str) -> bool:
     """Whether `/etc/ufw/ufw.conf` says that ufw is active."""
     return bool(re.search(r"^\s*ENABLED\s*=\s*yes\s*$", conf, re.MULTILINE | re.IGNORECASE))
-
-
-def networks(rails: Iterable[Mapping[str, Any]]) -> list[str]:
-    """The rails' networks, for messages."""
-    return [str(ipaddress.ip_interface(rail["address"]).network) for rail in rails]

@@ -9,7 +9,7 @@ from typing import Any
 from ansible.module_utils.sparkpair import hotfix_patcher as patcher
 from ansible.module_utils.sparkpair import hotfix_runtime
 
-COMMAND = "ansible-playbook playbooks/vllm_env.yml"
+COMMAND = "ansible-playbook playbooks/vllm_env.yml (with -e vllm_env_rebuild=true if it was built and lost files)"
 
 
 def runtime_text() -> str:

@@ -45,7 +45,7 @@ def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
     """Over all steps: how many, most partial prefills, most prefill tokens beside a decode, skipped decodes, holds."""
     return {
         "steps": len(records),
-        "max_partial": max((r["partial"] or 0 for r in records), default=0),
+        "max_partial": max((r["partial"] for r in records), default=0),
         "max_mixed_prefill": max((sum(r["prefill"].values()) for r in records if r["decode"]), default=0),
         "decode_skips": sum(len(r["decode_skips"]) for r in records),
         "held": sum(len(r["held"]) for r in records),

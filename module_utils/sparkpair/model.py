@@ -122,8 +122,9 @@ def parse_manifest(text: str) -> Manifest:
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"not a manifest of a model: {error}") from error
     for file in files:
-        parts = PurePosixPath(file.path).parts
-        if not parts or parts[0] == "/" or ".." in parts or len(file.pieces) != piece_count(file.size):
+        path = PurePosixPath(file.path)
+        leads_out = not path.parts or path.is_absolute() or ".." in path.parts or "\0" in file.path
+        if leads_out or len(file.pieces) != piece_count(file.size):
             raise ModelError(f"the manifest has an impossible entry: {file.path!r}, {file.size} bytes")
     if not files:
         raise ModelError("the manifest names no file")
@@ -238,7 +239,7 @@ def require_space(root: Path, size: int, present: int = 0) -> None:
     if free < wanted:
         raise ModelError(
             f"{root} has {free / 1e9:.1f} GB free, the weights want {wanted / 1e9:.1f} GB; "
-            "free space there or set model_root"
+            "free space or mount a larger disk there"
         )
 
 
@@ -310,6 +311,16 @@ def is_current(place: Place) -> bool:
     return place.link.is_symlink() and place.link.readlink() == Path(place.name) / place.revision
 
 
+def require_link(place: Place) -> None:
+    """Check that the symlink can be set.
+
+    Raises:
+        ModelError: a real file or folder, which is never replaced, has its name.
+    """
+    if place.link.exists() and not place.link.is_symlink():
+        raise ModelError(f"found a file or folder {place.link}, expected a symlink to one of the models; move it away")
+
+
 def switch(place: Place) -> None:
     """Point the symlink at the place, in one step.
 
@@ -318,8 +329,7 @@ def switch(place: Place) -> None:
     """
     if read_manifest(place.path) is None:
         raise ModelError(f"{place.path} is not complete; run playbooks/model.yml")
-    if place.link.exists() and not place.link.is_symlink():
-        raise ModelError(f"{place.link} is not a symlink; move it away")
+    require_link(place)
     fresh = place.root / ".current.new"
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(Path(place.name) / place.revision)
@@ -358,6 +368,8 @@ def require_names(name: str, revision: str, repo: str) -> None:
     for variable, value in (("model_name", name), ("model_revision", revision)):
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
             raise ModelError(f"{variable}={value!r} is not a plain name (letters, digits, dot, dash, underscore)")
+    if name == "current":
+        raise ModelError("model_name='current' is the symlink's own name; choose another one")
     if repo and not re.fullmatch(r"[0-9a-f]{40}", revision):
         raise ModelError(
             f"model_revision={revision!r} is not a commit (40 hex digits): branches move, so nodes would differ"

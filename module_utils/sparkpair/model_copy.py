@@ -20,6 +20,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Callable
 from http import HTTPStatus
 from pathlib import Path
 
@@ -48,6 +49,9 @@ CONNECT = 60.0
 
 TIMEOUT = 30.0
 """Seconds without a byte after which a stream is opened anew."""
+
+BEAT = 5.0
+"""Seconds between lines of progress, each with a sign of life to the server; well below ``IDLE``."""
 
 TRIES = 5
 """Attempts at one piece."""
@@ -239,8 +243,17 @@ class Source:
 
     def report(self, error: str) -> None:
         """Tell the head that this peer is done, or why it failed. A head that is gone needs no report."""
+        self._say("POST", "/done", error.encode())
+
+    def keep_alive(self) -> None:
+        """Tell the head that this peer is busy with its own disk."""
+        self._say("GET", "/manifest")
+
+    def _say(self, method: str, path: str, body: bytes | None = None) -> None:
+        """Send a request on a new connection: the server drops one that was idle for ``TIMEOUT``."""
+        self.close()
         with contextlib.suppress(OSError, http.client.HTTPException, ModelError):
-            self.request("POST", "/done", body=error.encode()).read()
+            self.request(method, path, body=body).read()
         self.close()
 
 
@@ -282,7 +295,7 @@ def pull(folder: Path, manifest: Manifest, source: Source, streams: int, say: Pr
     """
     handles: dict[int, tuple[int, bool]] = {}
     jobs: list[tuple[int, int]] = []
-    meter = Meter(manifest.size, say)
+    meter = Meter(manifest.size, say, source.keep_alive)
     try:
         for number, file in enumerate(manifest.files):
             path = folder / file.path
@@ -301,6 +314,7 @@ def pull(folder: Path, manifest: Manifest, source: Source, streams: int, say: Pr
                 raise
         for descriptor, _ in handles.values():
             os.fsync(descriptor)
+            meter.add(0, fetched=False)
     finally:
         for descriptor, _ in handles.values():
             os.close(descriptor)
@@ -356,10 +370,10 @@ def _fetch(source: Source, number: int, start: int, end: int, descriptor: int) -
 
 
 class Meter:
-    """Counts bytes from all streams and tells the progress every few seconds."""
+    """Counts bytes from all streams; every ``BEAT`` seconds it tells the progress, and the head by ``beat``."""
 
-    def __init__(self, total: int, say: Progress) -> None:
-        self._total, self._say, self._lock = total, say, threading.Lock()
+    def __init__(self, total: int, say: Progress, beat: Callable[[], None]) -> None:
+        self._total, self._say, self._beat, self._lock = total, say, beat, threading.Lock()
         self.kept = self.fetched = 0
         self._begun = self._told = time.monotonic()
 
@@ -370,8 +384,11 @@ class Meter:
                 self.fetched += count
             else:
                 self.kept += count
-            if time.monotonic() - self._told > 5:
+            due = time.monotonic() - self._told > BEAT
+            if due:
                 self.tell()
+        if due:
+            self._beat()
 
     def tell(self, last: bool = False) -> None:
         """Say how far it is."""

@@ -34,6 +34,7 @@ def run(wish: Mapping[str, Any], check: bool) -> dict[str, Any]:
     """
     model.require_names(wish["name"], wish["revision"], wish["repo"] if not wish["source"] else "")
     place = Place(Path(wish["root"]), wish["name"], wish["revision"])
+    model.require_link(place)
     before = complete(place, wish)
     state = wish["state"]
     needed = {

@@ -7,12 +7,14 @@ import subprocess
 import time
 from pathlib import Path
 
-from test_demo import LAB_DIR, ROOT, lab
+from test_demo import LAB_DIR, ROOT
 
 IDENT = os.environ.get("LAB_ID") or "sparkpair"
 STATE = Path(LAB_DIR) if "LAB_DIR" in os.environ or IDENT == "sparkpair" else ROOT / ".lab" / IDENT
 NODES = ("spark-a", "spark-b")
 RAILS = ("enp1s0f0np0", "enP2p1s0f0np0")
+NAME = "sparkpair-lab" if IDENT == "sparkpair" else f"sparkpair-lab-{IDENT}"
+"""What the lab's names in the kernel begin with."""
 JOURNAL = "var/lib/sparkpair"
 
 PICTURE = """
@@ -47,7 +49,7 @@ def picture(node: str) -> str:
 
 def ip(node: str, *command: str) -> str:
     """`ip` in a node's network namespace, from outside: works without SSH, and while the node is cut off."""
-    done = subprocess.run(["ip", "-n", f"{IDENT}-{node}", *command], capture_output=True, text=True, check=False)
+    done = subprocess.run(["ip", "-n", f"{NAME}-{node}", *command], capture_output=True, text=True, check=False)
     return done.stdout
 
 
@@ -67,7 +69,3 @@ def wait(what, seconds: float) -> float:
         assert time.monotonic() - started < seconds, f"still not so after {seconds} s"
         time.sleep(0.1)
     return time.monotonic() - started
-
-
-def reset() -> None:
-    lab("reset")

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 import yaml
-from fabric_lab import IDENT, NODES, RAILS, STATE, addressed, ip, picture, root, wait
+from fabric_lab import NAME, NODES, RAILS, STATE, addressed, ip, picture, root, wait
 from test_demo import changed, lab, make_inventory, play, recap
 
 OTHER = ("enp1s0f1np1", "enP2p1s0f1np1")
@@ -32,7 +32,7 @@ def fabric(*arguments: str, check: bool = True, **variables: str) -> str:
 
 def park(*command: str) -> None:
     """`ip` on the far ends of the cables that lead nowhere."""
-    subprocess.run(["ip", "-n", f"{IDENT}-park", *command], check=True)
+    subprocess.run(["ip", "-n", f"{NAME}-park", *command], check=True)
 
 
 @pytest.fixture(scope="module", autouse=True)

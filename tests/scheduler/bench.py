@@ -97,7 +97,9 @@ def without(rule: str, gate: Any) -> None:
         return found
 
     def stops(self: Any, *args: Any) -> int:
-        return 2 if after(self, *args) else 0
+        verdict = after(self, *args)
+        self.measured.clear()  # or the next step would skip it before its lookup
+        return 2 if verdict else 0
 
     def no_slot(self: Any, left: int, tokens: int) -> bool:
         return self.used >= self.share or (tokens < left and len(self.partial) >= self.settings.cap)

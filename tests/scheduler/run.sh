@@ -11,4 +11,4 @@ fi
 "$venv/bin/python" -c 'import pytest, hypothesis' 2>/dev/null ||
   "$root/.cache/venv/bin/uv" pip install --quiet --python "$venv/bin/python" pytest hypothesis
 cd "$root"
-exec "$venv/bin/python" -m pytest -c tests/scheduler/pytest.ini "${@:-tests/scheduler}"
+exec "$venv/bin/python" -m pytest -c tests/scheduler/pytest.ini tests/scheduler "$@"

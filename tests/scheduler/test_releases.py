@@ -49,6 +49,7 @@ def test_a_release_without_one_of_its_parts_is_refused(release, tmp_path):
             patcher.patch(source.replace(old, new).encode(), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("release", releases.RUNNABLE)
 def test_keeps_its_promises_on(release):
     site = releases.fetch(release, whole=True)

@@ -150,6 +150,49 @@ def test_a_broken_environment_is_replaced(plan):
     assert not (plan.path / "stray").exists()
 
 
+def test_a_lost_file_is_noticed_said_and_mended(module, plan, warnings):
+    module()
+    (plan.path / "requirements.txt").unlink()
+    assert module(check=True)["changed"]
+    assert module()["changed"]
+    assert (plan.path / "requirements.txt").exists()
+    why = "found 1 files, expected the 2 that were installed"
+    assert [why in warning for warning in warnings] == [True, True]
+    assert f"rebuilding {plan.path}: {why}" in plan.log.read_text()
+    assert not module()["changed"]
+
+
+def test_what_comes_after_the_installation_is_no_damage(plan):
+    env.install(plan)
+    folder = plan.path / "lib/python3/site-packages/vllm/v1/core/sched"
+    (folder / "__pycache__").mkdir(parents=True)
+    for name in ("dspark_prefill.py", "scheduler.py.0123456789abcdef.orig", "__pycache__/scheduler.cpython-312.pyc"):
+        (folder / name).touch()
+    (plan.path / "hotfix-proof-0123456789abcdef.json").touch()
+    assert env.judge(plan.path)[0]
+    (folder / "scheduler.py").touch()
+    assert env.judge(plan.path) == (None, "found 3 files, expected the 2 that were installed")
+
+
+def test_a_complete_environment_is_rebuilt_on_request(module, plan):
+    module()
+    first = plan.path.stat().st_ino
+    (plan.root / "cache").mkdir()
+    assert module(check=True, rebuild=True)["changed"]
+    assert plan.path.stat().st_ino == first
+    assert module(rebuild=True)["changed"]
+    assert plan.path.stat().st_ino != first
+    assert not (plan.root / "cache").exists(), "what was changed in place was changed in the hard-linked cache too"
+    assert "vllm_env_rebuild is true" in plan.log.read_text()
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_a_folder_in_the_place_of_the_symlink_is_said_before_anything_is_built(module, plan, check):
+    (plan.root / "current").mkdir(parents=True)
+    assert "expected a symlink" in module(check=check)["msg"]
+    assert [path.name for path in plan.root.iterdir()] == ["current"]
+
+
 @pytest.mark.parametrize(
     ("variable", "value", "complaint"),
     [
@@ -199,7 +242,7 @@ def test_what_is_no_python_is_refused(path):
 def test_a_folder_in_the_place_of_the_symlink_is_never_replaced(plan):
     env.install(plan)
     (plan.root / "current").mkdir()
-    with pytest.raises(env.EnvError, match="not a symlink"):
+    with pytest.raises(env.EnvError, match="expected a symlink"):
         env.switch(plan)
 
 
@@ -214,6 +257,16 @@ def test_two_installations_do_not_meet(plan, monkeypatch):
 
 class Exit(Exception):
     pass
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """What the module warned of."""
+    from ansible.module_utils import basic
+
+    said = []
+    monkeypatch.setattr(basic.AnsibleModule, "warn", lambda _, text: said.append(text))
+    return said
 
 
 @pytest.fixture

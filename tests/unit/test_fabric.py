@@ -16,7 +16,7 @@ from ansible.module_utils.sparkpair.fabric import (
 )
 from ansible.module_utils.sparkpair.plan import PlanError
 
-from lab.simulated_rdma import spark_ports, write_hca, write_netdev
+from lab.simulated_rdma import spark_ports, write, write_hca, write_netdev
 
 NAMES = ("spark-a", "spark-b")
 SUBNET = "192.168.176.0/23"
@@ -133,6 +133,13 @@ def test_two_pcie_lanes_are_a_firmware_problem(node):  # S7
     assert fabric.problems == (
         "enP2p1s0f0np0 has 2 PCIe lanes instead of 4: update the firmware (fwupdmgr update) and restart the node",
     )
+
+
+def test_a_slow_pcie_link_is_told(node, tmp_path):
+    node(spark_ports(0))
+    write(tmp_path / "0/devices/0002:01:00.0/current_link_speed", "16.0 GT/s PCIe")
+    fabric = read_fabric(tmp_path / "0", [MANAGEMENT], [], subnet=SUBNET, rank=0, names=NAMES)
+    assert fabric.problems[0].startswith("enP2p1s0f0np0 has a PCIe link of 16.0 GT/s PCIe instead of 32.0 GT/s")
 
 
 def test_half_speed_is_a_switch_problem(node):  # S8

@@ -31,11 +31,11 @@ def test_reads_what_the_gate_writes(caplog, policy):
 
 
 def test_the_last_construction_counts():
-    line = "vllm[7]: [issue27-hotfix] in-flight prefill cap={} policy=fair diag=0 revision=2 allowance=512"
+    line = "vllm[7]: [issue27-hotfix] in-flight prefill cap={} policy=fair diag=0 revision=3 allowance=512"
     found = hotfix_log.built(["x", line.format(1), line.format(2), "y"])
-    assert found == {"cap": 2, "policy": "fair", "diag": 0, "revision": 2, "allowance": 512}
-    strict = "[issue27-hotfix] in-flight prefill cap=1 policy=strict diag=1 revision=2"
-    assert hotfix_log.built([strict]) == {"cap": 1, "policy": "strict", "diag": 1, "revision": 2, "allowance": None}
+    assert found == {"cap": 2, "policy": "fair", "diag": 0, "revision": 3, "allowance": 512}
+    strict = "[issue27-hotfix] in-flight prefill cap=1 policy=strict diag=1 revision=3"
+    assert hotfix_log.built([strict]) == {"cap": 1, "policy": "strict", "diag": 1, "revision": 3, "allowance": None}
     assert hotfix_log.built([strict, "[issue27-hotfix] off: DSPARK_PREFILL_HOTFIX_OFF is set"]) == {"off": True}
     assert hotfix_log.built(["nothing"]) is None
-    assert runtime.REVISION == 2, "the lines above say what this revision logs"
+    assert runtime.REVISION == 3, "the lines above say what this revision logs"

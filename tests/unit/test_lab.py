@@ -137,11 +137,11 @@ def test_a_group_that_cannot_be_removed_is_named(hierarchy):
 
 def test_only_mounts_of_this_lab_are_its_leftovers():
     table = (
-        "90 24 0:50 / /a\\040b/root rw - overlay sparkpair-spark-a rw,lowerdir=/x\n"
-        "91 24 0:51 / /c rw - overlay sparkpair2-spark-a rw\n"
+        "90 24 0:50 / /a\\040b/root rw - overlay sparkpair-lab-spark-a rw,lowerdir=/x\n"
+        "91 24 0:51 / /c rw - overlay sparkpair-lab-second-spark-a rw\n"
         "92 24 0:52 / /d rw - tmpfs tmpfs rw\n"
     )
-    assert leftovers.parse_mounts(table, "sparkpair") == ["/a b/root"]
+    assert leftovers.parse_mounts(table, settings()) == ["/a b/root"]
 
 
 TCP = """\
@@ -168,10 +168,31 @@ def test_interfaces_of_the_lab_are_known_by_their_hardware_address():
 
 def test_state_files_leave_another_labs_folder_alone(tmp_path):
     lab = read_settings({}, tmp_path)
+    leftovers.claim_state(lab)
     for name in ("keys", "spark-a", ".spark-b.partial", ".old-7", "second"):
         (lab.state / name).mkdir(parents=True)
+    leftovers.claim_state(lab)
     leftovers.remove_state(lab)
     assert [path.name for path in lab.state.iterdir()] == ["second"]
+
+
+def test_a_folder_that_no_lab_marked_is_neither_filled_nor_emptied(tmp_path):
+    lab = read_settings({"LAB_DIR": str(tmp_path / "etc")}, tmp_path)
+    (lab.state / "apt/sources.list.d").mkdir(parents=True)
+    with pytest.raises(LabError, match=r"holds apt and no \.sparkpair-lab"):
+        leftovers.claim_state(lab)
+    assert leftovers.state_files(lab) == []
+    leftovers.remove_state(lab)
+    assert (lab.state / "apt/sources.list.d").is_dir()
+
+
+@pytest.mark.parametrize("ident", ["systemd", "netns", "lab", "park", "spark", "sparkpair"])
+def test_what_down_removes_has_the_labs_own_name(ident):
+    lab, plain = settings(LAB_ID=ident), settings()
+    assert lab.run_folder.name.startswith("sparkpair-lab")
+    names = [lab.lab_namespace, lab.park_namespace, *(lab.namespace(node) for node in lab.nodes)]
+    assert all(lab.owns(name) for name in names)
+    assert [plain.owns(name) for name in names] == [ident == "sparkpair"] * len(names)
 
 
 def test_password_is_set_for_one_user_only():
@@ -231,7 +252,7 @@ def test_node_states(hierarchy, tmp_path, monkeypatch, boot, launcher, namespace
     lab = read_settings({}, tmp_path)
     node = lab.nodes[0]
     for name, populated in (("boot", boot), ("launcher", launcher)):
-        group = hierarchy / lab.ident / node.name / name
+        group = hierarchy / lab.name / node.name / name
         group.mkdir(parents=True)
         (group / "cgroup.events").write_text(f"populated {int(populated)}\nfrozen 0\n")
     monkeypatch.setattr(network, "exists", lambda name: namespace)

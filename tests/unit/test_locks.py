@@ -79,6 +79,7 @@ def test_the_installer_is_pinned_for_every_machine_and_is_the_one_of_the_control
         (f"aiohttp[speed]==3.1 --hash=sha256:{HASH}", "not a pinned"),
         ("--index-url https://example.invalid", "not a pinned"),
         ("-r other.txt", "not a pinned"),
+        (f"# a comment that swallows a line \\\nevil==1 --hash=sha256:{HASH}\nok==1 --hash=sha256:{HASH}", "backslash"),
         ("", "no requirement"),
         (f"a_b==1 --hash=sha256:{HASH}\nA.b==1 --hash=sha256:{HASH}", "locked twice"),
     ],

@@ -20,6 +20,7 @@ from lab import tiny_model
 
 PIECE = 1 << 16
 TOKEN = "correct horse"
+COMMIT = "0123456789" * 4
 
 
 def quiet(_):
@@ -172,7 +173,7 @@ def flip(path, position):
         file.write(bytes([byte ^ 1]))
 
 
-@pytest.mark.parametrize("path", ["/etc/passwd", "../up", "a/../../up", ""])
+@pytest.mark.parametrize("path", ["/etc/passwd", "//etc/passwd", "../up", "a/../../up", "", "a\0b"])
 def test_a_manifest_cannot_lead_outside(path):
     entry = {"path": path, "size": 1, "sha256": "a" * 64, "pieces": ["a" * 64]}
     with pytest.raises(ModelError, match="impossible entry"):
@@ -283,6 +284,41 @@ def test_a_head_that_nobody_asks_gives_up(head):
     assert "1 peer(s) did not ask 127.0.0.1" in result[0]
 
 
+def test_a_peer_that_reads_its_own_disk_for_long_is_not_given_up(head, peer, monkeypatch):
+    with serving(head) as (pull_from, _):
+        model_copy.copy(peer, pull_from, 4, quiet)
+
+    def slowly(*arguments):
+        threading.Event().wait(0.2)
+        return model.hash_piece(*arguments)
+
+    monkeypatch.setattr(model_copy, "hash_piece", slowly)
+    monkeypatch.setattr(model_copy, "BEAT", 0.0)
+    with serving(head, idle=1.0) as (pull_from, result):
+        model_copy.copy(peer, pull_from, 1, quiet)
+    assert result == []
+
+
+def test_a_report_arrives_though_the_server_dropped_the_idle_connection(head, peer, monkeypatch):
+    monkeypatch.setattr(model_copy.Handler, "timeout", 0.3)
+    reported, post, fsync = threading.Event(), model_copy.Handler.do_POST, os.fsync
+
+    def note(handler):
+        post(handler)
+        reported.set()
+
+    def slowly(descriptor):
+        threading.Event().wait(0.2)
+        fsync(descriptor)
+
+    monkeypatch.setattr(model_copy.Handler, "do_POST", note)
+    monkeypatch.setattr(model_copy.os, "fsync", slowly)
+    with serving(head) as (pull_from, result):
+        model_copy.copy(peer, pull_from, 4, quiet)
+        assert reported.wait(5)
+    assert result == []
+
+
 def test_a_peer_without_a_head_gives_up(peer):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -322,7 +358,14 @@ def test_the_symlink_is_switched_only_to_complete_weights(head):
 
 @pytest.mark.parametrize(
     ("name", "revision", "repo", "complaint"),
-    [("../x", "r", "", "plain name"), ("m", "", "", "plain name"), ("m", "main", "o/r", "not a commit")],
+    [
+        ("../x", "r", "", "plain name"),
+        (".lock", "r", "", "plain name"),
+        ("m", "", "", "plain name"),
+        ("current", "r", "", "the symlink's"),
+        ("m", "main", "o/r", "not a commit"),
+        ("m", COMMIT[:-1], "o/r", "not a commit"),
+    ],
 )
 def test_names_that_cannot_be_are_refused(name, revision, repo, complaint):
     with pytest.raises(ModelError, match=complaint):
@@ -354,6 +397,16 @@ def test_the_module_predicts_then_does_and_is_idempotent(tmp_path, source):
     assert model_task.run(wish(root, state="present", **from_source), check=False)["digest"] != digest
 
 
+@pytest.mark.parametrize("check", [True, False])
+@pytest.mark.parametrize("state", ["present", "current"])
+def test_a_folder_in_the_place_of_the_symlink_is_said_before_anything_is_copied(tmp_path, source, state, check):
+    root = tmp_path / "root"
+    (root / "current").mkdir(parents=True)
+    with pytest.raises(ModelError, match="expected a symlink"):
+        model_task.run(wish(root, state=state, source=str(source)), check=check)
+    assert [path.name for path in root.iterdir()] == ["current"]
+
+
 def test_verify_finds_damage_and_the_source_mends_it(tmp_path, source):
     root = tmp_path / "root"
     model_task.run(wish(root, state="present", source=str(source)), check=False)
@@ -369,7 +422,6 @@ def test_weights_from_nowhere_are_refused(tmp_path):
         model_task.run(wish(tmp_path / "root", state="present"), check=False)
 
 
-COMMIT = "0123456789" * 4
 FAKE_HUB = """#!{python}
 import json, os, pathlib, sys
 wish = json.loads(sys.argv[4])
