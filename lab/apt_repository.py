@@ -1,7 +1,8 @@
 """A flat apt repository of empty packages that stand in for NVIDIA's.
 
 They carry the names and versions that a DGX Spark installs and nothing else; each says in its description that it is
-simulated. Every byte is a function of this file, so two builds are equal.
+simulated. Every byte is a function of this file, so two builds are equal, but for the signature: each build makes a key
+of its own, signs, and forgets the private half.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Package:
     version: str
     purpose: str
     depends: str = ""
+    conflicts: str = ""
 
     @property
     def file_name(self) -> str:
@@ -45,6 +47,7 @@ class Package:
             "Section": "misc",
             "Priority": "optional",
             "Depends": self.depends,
+            "Conflicts": self.conflicts,
             "Description": f"SIMULATED {self.purpose}: an empty stand-in for the lab",
         }
         return "".join(f"{key}: {value}\n" for key, value in fields.items() if value)
@@ -54,10 +57,24 @@ PACKAGES = (
     Package("cuda-toolkit-13-0", "13.0.2-1", "CUDA toolkit"),
     Package("libnccl2", "2.28.9-1+cuda13.0", "NCCL library"),
     Package("libnccl-dev", "2.28.9-1+cuda13.0", "NCCL headers", "libnccl2 (= 2.28.9-1+cuda13.0)"),
-    # A trap: nothing may ever install a driver.
+    # What DGX OS ships, for nodes that want to look like one.
     Package("nvidia-driver-580-open", "580.142-0ubuntu1", "GPU driver"),
+    # Traps. Newer than what is pinned, one of them known to hang:
+    Package("libnccl2", "2.30.4-1+cuda13.2", "NCCL library"),
+    Package("libnccl-dev", "2.30.4-1+cuda13.2", "NCCL headers", "libnccl2 (= 2.30.4-1+cuda13.2)"),
+    # drivers and kernels, by name, as an upgrade, and through dependencies;
+    Package("nvidia-driver-580-open", "580.178.04-0ubuntu1", "GPU driver"),
+    Package("nvidia-driver-590-open", "590.48.01-1", "GPU driver"),
+    Package("cuda-drivers", "590.48.01-1", "driver of the CUDA repository", "nvidia-driver-590-open"),
+    Package("cuda-13-0", "13.0.2-1", "CUDA with its driver", "cuda-toolkit-13-0, cuda-drivers"),
+    Package("linux-image-7.0.0-1019-nvidia", "7.0.0-1019.19", "kernel"),
+    # and something that only fits where the driver is gone.
+    Package("cuda-compat-tools", "13.0.2-1", "tools that remove the driver", conflicts="nvidia-driver-580-open"),
 )
-"""Versions of DGX OS 7.5 (CUDA 13.0.2, NCCL 2.28.9, driver 580.142)."""
+"""Versions of DGX OS 7.5 (CUDA 13.0.2, NCCL 2.28.9, driver 580.142), and traps that nothing may ever install."""
+
+OWNER = "SIMULATED repository of the sparkpair lab"
+"""User id of the key that signs."""
 
 
 def build(target: Path) -> Path:
@@ -71,6 +88,7 @@ def build(target: Path) -> Path:
         (repository / "Packages").write_bytes(listing)
         (repository / "Packages.gz").write_bytes(gzip.compress(listing, mtime=0))
         (repository / "Release").write_text(_release(repository))
+        _sign(repository)
         shutil.rmtree(target, ignore_errors=True)
         repository.rename(target)
     return target
@@ -78,7 +96,7 @@ def build(target: Path) -> Path:
 
 def _build_package(package: Package, scratch: Path, repository: Path) -> str:
     """Build one package into `repository`; returns its stanza of the Packages file."""
-    tree = scratch / package.name
+    tree = scratch / package.file_name
     (tree / "DEBIAN").mkdir(parents=True)
     (tree / "DEBIAN/control").write_text(package.control())
     (tree / "DEBIAN").chmod(0o755)
@@ -104,3 +122,41 @@ def _release(repository: Path) -> str:
         data = (repository / name).read_bytes()
         lines.append(f" {hashlib.sha256(data).hexdigest()} {len(data)} {name}")
     return "\n".join(lines) + "\n"
+
+
+def _sign(repository: Path) -> None:
+    """Write InRelease, key.asc and key.fingerprint, with a new key whose private half is gone when this returns."""
+    # gpg's agent listens on a socket in this folder, and paths of sockets are short.
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="lab-gpg-") as home:
+        stamp = f"--faked-system-time={EPOCH}!"
+        base = ["gpg", "--homedir", home, "--batch", "--yes", "--no-tty", "--quiet", stamp]
+        try:
+            _gpg(
+                [
+                    *base,
+                    "--passphrase",
+                    "",
+                    "--pinentry-mode",
+                    "loopback",
+                    "--quick-gen-key",
+                    OWNER,
+                    "ed25519",
+                    "sign",
+                    "0",
+                ]
+            )
+            listing = _gpg([*base, "--with-colons", "--list-keys", OWNER])
+            prints = [line.split(":")[9] for line in listing.splitlines() if line.startswith("fpr:")]
+            (repository / "key.fingerprint").write_text(prints[0] + "\n")
+            (repository / "key.asc").write_text(_gpg([*base, "--armor", "--export", OWNER]))
+            _gpg([*base, "--clearsign", "--output", str(repository / "InRelease"), str(repository / "Release")])
+        finally:
+            subprocess.run(["gpgconf", "--homedir", home, "--kill", "all"], capture_output=True, check=False)
+
+
+def _gpg(command: list[str]) -> str:
+    """Output of a gpg command; raises LabError."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+    if done.returncode != 0:
+        raise LabError(f"gpg could not sign the simulated repository: {done.stderr.strip()[-500:]}")
+    return done.stdout

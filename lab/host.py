@@ -18,6 +18,8 @@ TOOLS: Mapping[str, str] = {
     "systemd-nspawn": "systemd-container",
     "debootstrap": "debootstrap",
     "dpkg-deb": "dpkg",
+    "gpg": "gnupg",
+    "gpgconf": "gnupg",
     "ssh": "openssh-client",
     "ssh-keygen": "openssh-client",
     "ip": "iproute2",

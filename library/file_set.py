@@ -53,7 +53,7 @@ def main() -> None:
             for name, text in write.items()
         ]
         for name, text in write.items() if not module.check_mode else []:
-            files.replace(Path(name), text, modes.get(name, 0o644))
+            files.put(Path(name), text.encode(), modes.get(name, 0o644))
         for name in remove if not module.check_mode else []:
             Path(name).unlink()
     except OSError as error:

@@ -69,7 +69,11 @@ def parse_perftest(output: str) -> float | None:
             columns = re.split(r"\s{2,}", line.strip())
             continue
         values = line.split()
-        if columns and len(values) == len(columns) and all(re.fullmatch(r"[\d.]+", value) for value in values):
+        if (
+            columns
+            and len(values) == len(columns)
+            and all(re.fullmatch(r"[0-9]+(\.[0-9]+)?", value) for value in values)
+        ):
             for name, value in zip(columns, values, strict=True):
                 unit = re.fullmatch(r"BW average\s*\[(.+)\]", name)
                 if unit and unit.group(1) in _UNITS:

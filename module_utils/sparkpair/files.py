@@ -1,11 +1,60 @@
-"""A set of text files that belong together: what would change, and how each is replaced atomically."""
+"""Files that a module owns on a node: compared by content and mode, replaced in one step, shown as a diff."""
 
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+
+def differs(path: Path, data: bytes | None, mode: int = 0o644) -> bool:
+    """Whether `path` is not a file with this content and mode; with `data` None, whether anything is there."""
+    if data is None:
+        return path.exists()
+    try:
+        return path.read_bytes() != data or stat.S_IMODE(path.stat().st_mode) != mode
+    except OSError:
+        return True
+
+
+def put(path: Path, data: bytes | None, mode: int = 0o644) -> None:
+    """Make `path` hold `data`, or be absent: at any moment it is the old file or the new one."""
+    if data is None:
+        path.unlink(missing_ok=True)
+        return
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            os.fchmod(file.fileno(), mode)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def diff(path: Path, data: bytes | None) -> dict[str, Any]:
+    """What `--diff` shows for one file; bytes that are not text show their length."""
+
+    def shown(content: bytes) -> str:
+        try:
+            return content.decode()
+        except UnicodeDecodeError:
+            return f"{len(content)} bytes\n"
+
+    before = path.read_bytes() if path.is_file() else b""
+    return {
+        "before_header": str(path),
+        "after_header": str(path),
+        "before": shown(before),
+        "after": shown(data or b""),
+    }
 
 
 def read(path: Path) -> str | None:
@@ -26,19 +75,3 @@ def plan(files: Mapping[str, str], modes: Mapping[str, int], prune: str) -> tupl
             write[name] = text
     present = sorted(Path(prune).rglob("*")) if prune else []
     return write, [str(path) for path in present if path.is_file() and str(path) not in files]
-
-
-def replace(path: Path, text: str, mode: int) -> None:
-    """Write a file so that a reader sees the old or the new one, owned by root; makes its folder (0755)."""
-    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            file.write(text)
-            os.fchmod(file.fileno(), mode)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

@@ -48,6 +48,7 @@ OWNED_VARIABLES = {
     "PYTHONPATH": "nothing: the agent sets it",
     "VLLM_API_KEY": "serve_api_key",
     "VLLM_HOST_IP": "the fabric stage",
+    "VLLM_NCCL_SO_PATH": "gpu_nccl_path",
 }
 MEND = "edit the inventory (group_vars/sparks.yml) and run the playbook again"
 
@@ -85,6 +86,7 @@ def check(
             *_fabric_rules(values, len(hosts), addresses),
             *_engine_rules(values),
             *_api_rules(values),
+            *_gpu_rules(values),
         ]
     return [f"{host}: {fault}; {MEND}" for fault in faults], values
 
@@ -194,3 +196,16 @@ def _api_rules(values: Settings) -> list[str]:
     except ValueError:
         return [f"found serve_bind={bind!r}, expected an IP address (127.0.0.1 keeps the API on the head)"]
     return []
+
+
+def _gpu_rules(values: Settings) -> list[str]:
+    faults = []
+    if values["gpu_apt_uri"] and not values["gpu_apt_keyring"]:
+        faults.append(
+            f"found gpu_apt_uri={values['gpu_apt_uri']} without gpu_apt_keyring, expected the key that signs it, whose "
+            f"fingerprint is gpu_apt_fingerprint"
+        )
+    path = str(values["gpu_nccl_path"])
+    if path and not path.startswith("/"):
+        faults.append(f"found gpu_nccl_path={path!r}, expected an absolute path on the nodes, or nothing")
+    return faults

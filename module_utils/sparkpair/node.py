@@ -1,4 +1,4 @@
-"""What a node is, and whether two of them can serve together. Reads only."""
+"""What a node is, and whether it can take part. Reads only."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parse_meminfo(text: str) -> dict[str, int]:
     for line in text.splitlines():
         name, _, rest = line.partition(":")
         words = rest.split()
-        if words and words[0].isdigit():
+        if words and words[0].isascii() and words[0].isdigit() and len(words[0]) < 20:
             found[name] = int(words[0]) * (1024 if words[1:] == ["kB"] else 1)
     return found
 
@@ -51,16 +51,17 @@ def free_bytes(path: str) -> int:
     return shutil.disk_usage(folder).free
 
 
-def uid_of(name: str) -> int | None:
-    """Numeric id of a user, or None when there is no such user."""
+def account(name: str) -> tuple[int | None, int | None]:
+    """Numeric id and group of a user, or None when there is no such user."""
     try:
-        return pwd.getpwnam(name).pw_uid
+        found = pwd.getpwnam(name)
     except KeyError:
-        return None
+        return None, None
+    return found.pw_uid, found.pw_gid
 
 
 def read_node(paths: Sequence[str], users: Sequence[str]) -> dict[str, Any]:
-    """Everything that `node_info` documents, but the login's uid."""
+    """What the system is: everything that `node_info` documents but the login's uid and `facts.read_facts`."""
     release = parse_keys(read_text(Path("/etc/os-release")))
     dgx = parse_keys(read_text(Path("/etc/dgx-release")))
     memory = parse_meminfo(read_text(Path("/proc/meminfo")))
@@ -76,7 +77,8 @@ def read_node(paths: Sequence[str], users: Sequence[str]) -> dict[str, Any]:
         "memory_available": memory.get("MemAvailable", 0),
         "disk_free": {path: free_bytes(path) for path in paths},
         "epoch": time.time(),
-        "users": {name: uid_of(name) for name in users},
+        "users": {name: account(name)[0] for name in users},
+        "groups": {name: account(name)[1] for name in users},
     }
 
 
@@ -116,25 +118,6 @@ def check_node(name: str, node: Mapping[str, Any], limits: Mapping[str, Any], no
             f"{name}: found user {user} with uid {node['users'][user]}, expected {uid} on all nodes: "
             f"sudo usermod -u {uid} {user}, or set serve_uid"
         )
-    return faults
-
-
-def check_parity(nodes: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """What must be the same on all nodes and is not; the first node is the measure."""
-    faults: list[str] = []
-    first, *rest = nodes
-    for name in rest:
-        for key, mend in (
-            ("os", "upgrade the older node"),
-            ("release", "run the same DGX OS update on both"),
-            ("arch", "use nodes of one kind"),
-            ("python", "upgrade the older node"),
-            ("uid", "use a login with one numeric id on all nodes"),
-        ):
-            if nodes[name][key] != nodes[first][key]:
-                faults.append(
-                    f"{name}: found {key} {nodes[name][key]}, expected {nodes[first][key]} as on {first}: {mend}"
-                )
     return faults
 
 

@@ -92,7 +92,7 @@ def test_a_set_of_files_is_written_once_and_pruned(tmp_path):
     wanted = {str(one): "1\n", str(two): "2\n"}
     assert files.plan(wanted, {}, "")[0] == wanted
     for name, text in wanted.items():
-        files.replace(type(one)(name), text, 0o644)
+        files.put(type(one)(name), text.encode())
     old.write_text("x")
     write, remove = files.plan(wanted, {}, str(tmp_path / "a"))
     assert (write, remove) == ({} if os.getuid() == 0 else wanted, [str(old)])

@@ -8,10 +8,14 @@ import shutil
 import subprocess
 
 import pytest
+from ansible.module_utils.sparkpair import openpgp
 
 from lab import apt_repository
 
-pytestmark = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="dpkg-deb is a Debian tool")
+pytestmark = pytest.mark.skipif(
+    not (shutil.which("dpkg-deb") and shutil.which("gpg")), reason="dpkg-deb and gpg build the repository"
+)
+SIGNED = {"InRelease", "key.asc", "key.fingerprint"}
 
 
 @pytest.fixture(scope="module")
@@ -19,11 +23,19 @@ def repository(tmp_path_factory):
     return apt_repository.build(tmp_path_factory.mktemp("one") / "apt")
 
 
-def test_two_builds_are_equal(repository, tmp_path):
+def test_two_builds_are_equal_but_for_the_key(repository, tmp_path):
     again = apt_repository.build(tmp_path / "apt")
-    assert {file.name: file.read_bytes() for file in repository.iterdir()} == {
-        file.name: file.read_bytes() for file in again.iterdir()
-    }
+    one, two = ({file.name: file.read_bytes() for file in folder.iterdir()} for folder in (repository, again))
+    assert set(one) == set(two) and {name for name in one if one[name] != two[name]} == SIGNED
+
+
+def test_the_release_is_signed_by_the_key_that_lies_beside_it(repository, tmp_path):
+    packets = openpgp.dearmor((repository / "key.asc").read_bytes())
+    assert openpgp.fingerprint(packets) == (repository / "key.fingerprint").read_text().strip()
+    (tmp_path / "ring.gpg").write_bytes(packets)
+    command = ["gpgv", "--keyring", str(tmp_path / "ring.gpg"), str(repository / "InRelease")]
+    assert subprocess.run(command, capture_output=True, check=False).returncode == 0
+    assert (repository / "Release").read_text().strip() in (repository / "InRelease").read_text()
 
 
 def test_a_build_replaces_what_was_there_and_leaves_no_scratch(repository, tmp_path):
@@ -54,5 +66,6 @@ def test_packages_hold_no_files(repository):
         assert [line.split()[-1] for line in listing.splitlines()] == ["./"]
 
 
-def test_the_trap_is_there():
-    assert any(package.name.startswith("nvidia-driver") for package in apt_repository.PACKAGES)
+def test_the_traps_are_there():
+    names = {package.name for package in apt_repository.PACKAGES}
+    assert {"nvidia-driver-590-open", "cuda-drivers", "cuda-13-0", "linux-image-7.0.0-1019-nvidia"} <= names

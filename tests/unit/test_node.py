@@ -6,7 +6,6 @@ import pytest
 from ansible.module_utils.sparkpair.node import (
     GIB,
     check_node,
-    check_parity,
     explain_failure,
     free_bytes,
     parse_keys,
@@ -56,16 +55,6 @@ def test_a_missing_service_user_is_fine_before_the_first_run():
     assert check_node("spark-a", {**NODE, "users": {"sparkpair": None}}, LIMITS, 1000.0) == []
 
 
-@pytest.mark.parametrize("key", ["os", "release", "arch", "python", "uid"])
-def test_nodes_that_differ_are_named(key):
-    (fault,) = check_parity({"spark-a": NODE, "spark-b": {**NODE, key: "other"}})
-    assert fault.startswith("spark-b: ") and "spark-a" in fault and key in fault
-
-
-def test_equal_nodes_have_parity():
-    assert check_parity({"spark-a": NODE, "spark-b": dict(NODE)}) == []
-
-
 def test_the_last_ota_line_wins():
     text = 'DGX_SWBUILD_VERSION="7.2.3"\nDGX_OTA_VERSION="7.3.1"\n# note\nDGX_OTA_VERSION="7.5.0"\n'
     assert parse_keys(text)["DGX_OTA_VERSION"] == "7.5.0"
@@ -83,6 +72,7 @@ def test_free_space_of_a_path_that_does_not_exist_is_its_parents(tmp_path):
 def test_this_machine_can_be_read():
     node = read_node(["/"], ["root", "no-such-user"])
     assert node["memory_total"] > 0 and node["users"] == {"root": 0, "no-such-user": None}
+    assert node["groups"] == {"root": 0, "no-such-user": None}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import yaml
 from conftest import ROOT
 from sparkpair_rank import core
 
-STAGES = ["preflight", "fabric", "gpu", "vllm_env", "hotfix", "model", "serve", "verify"]
+STAGES = ["preflight", "fabric", "gpu", "accept", "vllm_env", "hotfix", "model", "serve", "verify"]
 TASK_LINES = 60
 
 
