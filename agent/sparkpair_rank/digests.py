@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
 SCHEDULER = "vllm/v1/core/sched"
+MODEL_MANIFEST = "sparkpair-model.json"
 
 
 def digest_files(files: Iterable[Path]) -> str:
@@ -26,14 +28,23 @@ def link_target(link: Path, levels: int) -> str:
 def read_digests(root: Path, model: Path) -> dict[str, str]:
     """What would be served from this node's disk.
 
-    env: digest of the environment; scheduler: digest of vLLM's scheduler folder, patched or not; model: name/revision.
+    env: digest of the environment; scheduler: digest of vLLM's scheduler folder, patched or not; model: name/revision
+    and the digest of its files, since a local folder may change under the same revision.
     """
     schedulers = sorted((root / "current" / "lib").glob(f"python3.*/site-packages/{SCHEDULER}"))
     return {
         "env": link_target(root / "current", 1),
         "scheduler": digest_files(schedulers[0].glob("*.py")) if schedulers else "",
-        "model": link_target(model, 2),
+        "model": " ".join(part for part in (link_target(model, 2), _model_digest(model)) if part),
     }
+
+
+def _model_digest(model: Path) -> str:
+    """The first 12 digits of the digest that the model stage wrote; empty when there is none."""
+    try:
+        return str(json.loads((model / MODEL_MANIFEST).read_text(encoding="utf-8"))["digest"])[:12]
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def read_nccl(root: Path, override: str = "") -> str:

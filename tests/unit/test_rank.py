@@ -58,6 +58,8 @@ def test_digests_follow_the_links_and_the_scheduler(tmp_path):
     before = digests.read_digests(tmp_path, tmp_path / "models" / "current")
     assert (before["env"], before["model"]) == ("aaaa", "tiny/r1")
     assert rank.read_vllm_version(tmp_path) == "0.33.0"
+    (model / "sparkpair-model.json").write_text('{"digest": "0123456789abcdef"}')
+    assert digests.read_digests(tmp_path, tmp_path / "models" / "current")["model"] == "tiny/r1 0123456789ab"
     make_env(tmp_path, "bbbb", "patched")
     after = digests.read_digests(tmp_path, tmp_path / "models" / "current")
     assert after["env"] == "bbbb" and after["scheduler"] != before["scheduler"]
