@@ -25,7 +25,7 @@ LOG_LINES = 20_000
 """Lines of a log, from its end, that are looked at; of those that fit a pattern KEPT_LINES are kept."""
 KEPT_LINES = 400
 
-FILES = ("/etc/nccl.conf", "/etc/sparkpair/rank.env")
+FILES = ("/etc/nccl.conf", "/etc/sparkpair/rank.env", "/etc/sparkpair/fabric.nft")
 """Configuration files whose text is a fact."""
 
 GPU_FIELDS = ("name", "driver_version", "power.draw", "utilization.gpu", "clocks.sm")
