@@ -111,7 +111,8 @@ def driver_package(packages: Mapping[str, str]) -> str:
     """Version of the installed driver without the distribution's revision; empty when no driver package is there."""
     for prefix in ("nvidia-driver-", "libnvidia-compute-"):
         for name in sorted(packages):
-            if name.startswith(prefix):
+            # Not nvidia-driver-assistant, which has a version of its own.
+            if re.match(rf"{prefix}[0-9]", name):
                 return packages[name].split(":")[-1].split("-")[0]
     return ""
 
