@@ -15,7 +15,7 @@ options:
   model: {description: Served model name, type: str, required: true}
   prompt: {description: What is asked, type: str, default: Say hello.}
   tokens: {description: Most tokens of the answer, type: int, default: 32}
-  key: {description: API key; empty for none, type: str, default: ""}
+  key_file: {description: "File with the API's keys, one a line; without one, none is sent", type: path, required: true}
   timeout: {description: Seconds that any one read may take, type: float, default: 120}
 attributes:
   check_mode: {support: full, description: Changes nothing}
@@ -27,14 +27,18 @@ EXAMPLES = r"""
 - name: Prove the endpoint
   completion_probe:
     model: tiny
+    key_file: /etc/sparkpair/api-keys
 """
 
 RETURN = r"""
 completion: {description: "text, chunks, first_token_s, total_s, finish", type: dict, returned: success}
 """
 
+from pathlib import Path
+
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.sparkpair.completion import ProbeError, ask, status_without_key
+from ansible.module_utils.sparkpair.completion import ProbeError, ask, open_without_key
+from ansible.module_utils.sparkpair.files import read
 
 
 def main() -> None:
@@ -45,7 +49,7 @@ def main() -> None:
             "model": {"type": "str", "required": True},
             "prompt": {"type": "str", "default": "Say hello."},
             "tokens": {"type": "int", "default": 32},
-            "key": {"type": "str", "default": "", "no_log": True},
+            "key_file": {"type": "path", "required": True, "no_log": False},
             "timeout": {"type": "float", "default": 120},
         },
         supports_check_mode=True,
@@ -53,14 +57,15 @@ def main() -> None:
     p = module.params
     where = f"{p['host']}:{p['port']}"
     mend = "journalctl -u sparkpair-rank on both nodes, then playbooks/restart.yml"
+    key = ((read(Path(p["key_file"])) or "").split() or [""])[0]
     try:
-        done = ask(p["host"], p["port"], p["model"], p["prompt"], p["tokens"], p["key"], p["timeout"])
-        open_status = status_without_key(p["host"], p["port"], p["timeout"]) if p["key"] else 401
+        done = ask(p["host"], p["port"], p["model"], p["prompt"], p["tokens"], key, p["timeout"])
+        unguarded = open_without_key(p["host"], p["port"], p["timeout"]) if key else []
     except ProbeError as error:
         module.fail_json(msg=f"found at {where}: {error}; expected a streamed completion of {p['model']}: {mend}")
-    if open_status != 401:
+    if unguarded:
         module.fail_json(
-            msg=f"found HTTP {open_status} at {where}/v1/models without the key, expected 401: run playbooks/serve.yml"
+            msg=f"found at {where} without the key: {', '.join(unguarded)}; expected HTTP 401: run playbooks/serve.yml"
         )
     module.exit_json(changed=False, completion=done.as_dict())
 

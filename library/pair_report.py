@@ -15,6 +15,7 @@ options:
     required: true
   want: {description: Variables that every process of the pair must have, type: dict, default: {}}
   patched: {description: Whether the hotfix must be in force, type: bool, default: true}
+  api: {description: "Where the head's API may listen, as address:port", type: str, default: ""}
   play: {description: "How playbooks are run, for the sentences", type: str, default: ansible-playbook}
   strict: {description: Fail when anything is not proven, type: bool, default: true}
   dest: {description: File for the report as JSON; empty for none, type: str, default: ""}
@@ -51,6 +52,7 @@ def main() -> None:
             "results": {"type": "dict", "required": True},
             "want": {"type": "dict", "default": {}},
             "patched": {"type": "bool", "default": True},
+            "api": {"type": "str", "default": ""},
             "play": {"type": "str", "default": "ansible-playbook"},
             "strict": {"type": "bool", "default": True},
             "dest": {"type": "str", "default": ""},
@@ -59,7 +61,7 @@ def main() -> None:
     )
     p = module.params
     nodes = {name: {part: found[rank] for part, found in p["results"].items()} for rank, name in enumerate(p["nodes"])}
-    wish = Wish({name: str(value) for name, value in p["want"].items()}, p["patched"], p["play"])
+    wish = Wish({name: str(value) for name, value in p["want"].items()}, p["patched"], p["play"], p["api"])
     faults = faults_of(nodes, wish)
     shown = table(nodes, faults, module.check_mode)
     if p["dest"] and not module.check_mode:

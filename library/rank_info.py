@@ -35,7 +35,10 @@ EXAMPLES = r"""
 
 RETURN = r"""
 unit: {description: Properties of the unit by systemd's names, type: dict, returned: success}
-processes: {description: "pid, name and env of every process of the unit", type: list, returned: success}
+processes: {description: "pid, name and env of every process of the unit but the agent", type: list, returned: success}
+agent: {description: The live state of the rank agent, type: dict, returned: success}
+listeners: {description: "Where the unit listens, as address:port", type: list, returned: success}
+closed_ports: {description: TCP ports that are closed off the fabric, type: list, returned: success}
 scheduler:
   description: cap and policy that the running scheduler logged; null on ranks above 0, which build none.
   type: dict
@@ -49,7 +52,7 @@ digests: {description: "env, scheduler and model on disk", type: dict, returned:
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.sparkpair import rank
+from ansible.module_utils.sparkpair import agent, digests, rank
 
 
 def main() -> None:
@@ -72,21 +75,27 @@ def main() -> None:
         rank.process_ids(Path("/sys/fs/cgroup") / unit["ControlGroup"].lstrip("/")) if unit.get("ControlGroup") else []
     )
     processes = [found for found in (rank.read_process(pid, p["prefixes"]) for pid in pids) if found]
+    processes = [process for process in processes if str(process["pid"]) != unit.get("MainPID")]
     log: list[str] = []
     if unit.get("InvocationID"):
         query = ["journalctl", "-q", "--no-pager", "-o", "cat", f"_SYSTEMD_INVOCATION_ID={unit['InvocationID']}"]
         log = module.run_command([*query, "--grep", r"\[issue27-hotfix\]"])[1].splitlines()
     # dpkg-query exits 1 when a package is unknown and still shows the others.
     listed = module.run_command(["dpkg-query", "-W", "-f", "${Package} ${Version}\n", *p["packages"]])[1]
+    # Without our table nft says so on standard error, and no port is closed.
+    ruleset = module.run_command(["nft", "-j", "list", "table", "inet", "sparkpair"])[1]
     module.exit_json(
         changed=False,
+        agent=agent.read_agent(),
+        listeners=agent.listeners(pids),
+        closed_ports=agent.closed_ports(ruleset),
         unit=unit,
         processes=processes,
         packages=dict(line.split() for line in listed.splitlines() if len(line.split()) == 2),
         system=rank.read_system(),
         vllm=rank.read_vllm_version(Path(p["root"])),
         scheduler=rank.find_cap(log),
-        digests=rank.read_digests(Path(p["root"]), Path(p["model"])),
+        digests=digests.read_digests(Path(p["root"]), Path(p["model"])),
     )
 
 

@@ -90,13 +90,25 @@ def ask(host: str, port: int, model: str, prompt: str, tokens: int, key: str, ti
         connection.close()
 
 
-def status_without_key(host: str, port: int, timeout: float) -> int:
-    """HTTP status of /v1/models asked without a key. Raises ProbeError when the API cannot be reached."""
-    connection = http.client.HTTPConnection(host, port, timeout=timeout)
-    try:
-        connection.request("GET", "/v1/models")
-        return connection.getresponse().status
-    except (OSError, http.client.HTTPException) as error:
-        raise ProbeError(f"no answer within {timeout:.0f} s: {error or type(error).__name__}") from error
-    finally:
-        connection.close()
+GUARDED = ("/v1/models", "/v2/embed", "/inference/v1/generate", "/metrics", "/version", "/tokenize", "/invocations")
+"""One path of each family of routes; vLLM's own key guards some of them alone (read in 0.20 to 0.33)."""
+
+
+def open_without_key(host: str, port: int, timeout: float) -> list[str]:
+    """Paths that answer something else than 401 without a key, as "path (HTTP status)".
+
+    Raises ProbeError when the API cannot be reached.
+    """
+    found = []
+    for path in GUARDED:
+        connection = http.client.HTTPConnection(host, port, timeout=timeout)
+        try:
+            connection.request("GET", path)
+            status = connection.getresponse().status
+        except (OSError, http.client.HTTPException) as error:
+            raise ProbeError(f"no answer within {timeout:.0f} s: {error or type(error).__name__}") from error
+        finally:
+            connection.close()
+        if status != 401:
+            found.append(f"{path} (HTTP {status})")
+    return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def put(path: Path, data: bytes | None, mode: int = 0o644) -> None:
     if data is None:
         path.unlink(missing_ok=True)
         return
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -54,3 +55,23 @@ def diff(path: Path, data: bytes | None) -> dict[str, Any]:
         "before": shown(before),
         "after": shown(data or b""),
     }
+
+
+def read(path: Path) -> str | None:
+    """The file's text, or None when there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+
+
+def plan(files: Mapping[str, str], modes: Mapping[str, int], prune: str) -> tuple[dict[str, str], list[str]]:
+    """Files to write (path to text), and files to remove: those below the folder `prune` that the set does not name."""
+    write = {}
+    for name, text in files.items():
+        path = Path(name)
+        same = read(path) == text and path.stat().st_mode & 0o777 == modes.get(name, 0o644) and path.stat().st_uid == 0
+        if not same:
+            write[name] = text
+    present = sorted(Path(prune).rglob("*")) if prune else []
+    return write, [str(path) for path in present if path.is_file() and str(path) not in files]

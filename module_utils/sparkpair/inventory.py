@@ -30,6 +30,7 @@ OWNED_OPTIONS = {
     "host": "serve_bind",
     "master-addr": "fabric_subnet",
     "master-port": "serve_master_port",
+    "middleware": "nothing: the guard of the keys",
     "model": "model_name and model_source or model_repo",
     "nnodes": "the hosts of the group sparks",
     "node-rank": "the order of the hosts",
@@ -44,6 +45,7 @@ OWNED_VARIABLES = {
     "DSPARK_PREFILL_POLICY": "serve_prefill_policy",
     "GLOO_SOCKET_IFNAME": "the fabric stage",
     "NCCL_SOCKET_IFNAME": "the fabric stage",
+    "PYTHONPATH": "nothing: the agent sets it",
     "VLLM_API_KEY": "serve_api_key",
     "VLLM_HOST_IP": "the fabric stage",
     "VLLM_NCCL_SO_PATH": "gpu_nccl_path",
@@ -123,12 +125,20 @@ def _cluster_rules(hosts: Sequence[str], values: Settings, addresses: Sequence[s
             f"found serve_mixed_prefill_tokens={values['serve_mixed_prefill_tokens']}, "
             f"expected {MIXED_RANGE[0]} to {MIXED_RANGE[1]} tokens"
         )
-    for name in ("serve_port", "serve_master_port"):
+    ports = {name: int(values[name]) for name in ("serve_port", "serve_master_port", "serve_agent_port")}
+    for name in ports:
         low, high = PORT_RANGE
         if not low <= int(values[name]) <= high:
             faults.append(f"found {name}={values[name]}, expected a port from {low} to {high}")
-    if values["serve_port"] == values["serve_master_port"]:
-        faults.append(f"found serve_port and serve_master_port both {values['serve_port']}, expected two ports")
+    closed = values["fabric_closed_ports"]
+    if values["fabric_firewall"] and ports["serve_master_port"] not in closed:
+        faults.append(
+            f"found serve_master_port={ports['serve_master_port']} outside fabric_closed_ports {closed}, "
+            f"expected it there: the rendezvous listens on every address"
+        )
+    if len(set(ports.values())) < len(ports):
+        shown = ", ".join(f"{name}={port}" for name, port in ports.items())
+        faults.append(f"found {shown}, expected a port of its own for each")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(values.get("model_name", ""))):
         faults.append(
             f"found model_name={values.get('model_name')!r}, expected letters, digits, dot, dash or underscore"
@@ -175,15 +185,16 @@ def _engine_rules(values: Settings) -> list[str]:
 
 
 def _api_rules(values: Settings) -> list[str]:
-    bind, key = str(values["serve_bind"]), values.get("serve_api_key")
-    if key == UNUSABLE:
-        return ["found a serve_api_key that is short or odd, expected 16 or more printable characters without blanks"]
+    bind = str(values["serve_bind"])
+    if values.get("serve_api_key") == UNUSABLE:
+        return [
+            "found a serve_api_key that is short or odd, expected keys of 16 or more printable characters without "
+            "blanks, one a line"
+        ]
     try:
-        local = ipaddress.ip_address(bind).is_loopback
+        ipaddress.ip_address(bind)
     except ValueError:
         return [f"found serve_bind={bind!r}, expected an IP address (127.0.0.1 keeps the API on the head)"]
-    if not local and not key:
-        return [f"found serve_bind={bind} without serve_api_key, expected a key (from vault) for an open API"]
     return []
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,6 @@ UNIT_PROPERTIES = (
 )
 # Logged once by the patched scheduler when it is built (patches/); the only proof from inside the engine.
 CAP_LINE = re.compile(r"\[issue27-hotfix\] in-flight prefill cap=(?P<cap>\d+)(?: policy=(?P<policy>\w+))?")
-SCHEDULER = "vllm/v1/core/sched"
 
 
 def parse_properties(text: str) -> dict[str, str]:
@@ -64,33 +62,6 @@ def find_cap(log: Iterable[str]) -> dict[str, Any] | None:
     """Cap and policy of the last scheduler that the log shows, or None."""
     found = [match for match in map(CAP_LINE.search, log) if match]
     return {"cap": int(found[-1]["cap"]), "policy": found[-1]["policy"] or "strict"} if found else None
-
-
-def digest_files(files: Iterable[Path]) -> str:
-    """First 12 hexadecimal digits of the sha256 over names and contents; empty when there is no file."""
-    total, any_file = hashlib.sha256(), False
-    for file in sorted(files):
-        total.update(file.name.encode() + b"\0" + hashlib.sha256(file.read_bytes()).digest())
-        any_file = True
-    return total.hexdigest()[:12] if any_file else ""
-
-
-def link_target(link: Path, levels: int) -> str:
-    """The last `levels` parts of where a symlink points, or an empty string when there is none."""
-    return "/".join(link.resolve().parts[-levels:]) if link.is_symlink() and link.exists() else ""
-
-
-def read_digests(root: Path, model: Path) -> dict[str, str]:
-    """What would be served from this node's disk.
-
-    env: digest of the environment; scheduler: digest of vLLM's scheduler folder, patched or not; model: name/revision.
-    """
-    schedulers = sorted((root / "current" / "lib").glob(f"python3.*/site-packages/{SCHEDULER}"))
-    return {
-        "env": link_target(root / "current", 1),
-        "scheduler": digest_files(schedulers[0].glob("*.py")) if schedulers else "",
-        "model": link_target(model, 2),
-    }
 
 
 def read_vllm_version(root: Path) -> str:

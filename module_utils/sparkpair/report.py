@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ansible.module_utils.sparkpair.agent import open_listeners
 from ansible.module_utils.sparkpair.rank import expected_differences
 
 Node = Mapping[str, Any]
@@ -80,6 +81,7 @@ ROWS: Sequence[tuple[str, Callable[[Node], str], bool]] = (
     ),
     ("model", _or_error("rank_info", lambda part: str(part["digests"]["model"] or "none")), True),
     ("serve", _or_error("rank_info", _unit), False),
+    ("agent", _or_error("rank_info", lambda part: str(part["agent"]["text"])), False),
     ("cap in force", _or_error("rank_info", _cap), False),
 )
 
@@ -91,6 +93,8 @@ class Wish:
     variables: Mapping[str, str]
     patched: bool
     play: str = "ansible-playbook"
+    api: str = ""
+    """Where the head's API may listen, as address:port."""
 
 
 def faults_of(nodes: Mapping[str, Node], wish: Wish) -> list[str]:
@@ -98,6 +102,9 @@ def faults_of(nodes: Mapping[str, Node], wish: Wish) -> list[str]:
     site = f"{wish.play} site.yml"
     faults = [f"{name}: {fault}" for name, node in nodes.items() for fault in _node_faults(node, wish, site)]
     first, *rest = nodes
+    for name, node in nodes.items():
+        api = wish.api if name == first else ""
+        faults += [f"{name}: {fault}: {site}" for fault in _listeners(node, api)]
     for label, cell, same in ROWS:
         for name in rest if same else []:
             found, expected = cell(nodes[name]), cell(nodes[first])
@@ -113,6 +120,17 @@ def _unread(node: Node) -> str:
     return read_error(node.get("rank_info"))
 
 
+def _listeners(node: Node, api: str) -> list[str]:
+    if _unread(node):
+        return []
+    part, fabric = node["rank_info"], node.get("fabric") or {}
+    own = [address for rail in fabric.get("rails", []) for address in rail["addresses_by_rank"]]
+    return [
+        f"found a process of the rank listening on {entry}, expected loopback, the fabric or the API alone"
+        for entry in open_listeners(part["listeners"], own, api, part["closed_ports"])
+    ]
+
+
 def _node_faults(node: Node, wish: Wish, site: str) -> list[str]:
     if error := _unread(node):
         return [f"found {error}, expected an answer over SSH: switch the node on, or mend ansible_host"]
@@ -122,6 +140,8 @@ def _node_faults(node: Node, wish: Wish, site: str) -> list[str]:
         faults.append(f"found the rank {part['unit']['ActiveState']}, expected active: {restart}, or {JOURNAL}")
     elif all(process["env"] is None for process in part["processes"]):
         faults.append(f"found no process of the rank, expected vllm serve: {JOURNAL}")
+    if not part["agent"]["serving"]:
+        faults.append(f"found the agent saying '{part['agent']['text']}', expected it to serve: {JOURNAL}")
     faults += [f"{text}: {site}" for text in expected_differences(wish.variables, part["processes"])]
     status = read_error(node.get("hotfix")) or node["hotfix"]["found"]["status"]
     fine = ("patched", "not-needed") if wish.patched else ("original", "not-needed", "absent")

@@ -15,31 +15,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from conftest import ROOT, lab, play, run
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.usefixtures("fresh_lab")
 MODULE_RUNS = 40
 """Most module runs that a converged run may need for one host; checks of arguments against their spec run no module."""
 STAGES = 9
 REBOOT_S = 240
 """Longest time from a reboot of both nodes to a served token; 44 s of it is vLLM's own start (measured)."""
-
-
-def run(*command: str, check: bool = True, cwd: Path = ROOT, **variables: str) -> str:
-    """Run a command in the repository and return what it printed; fails with all of it."""
-    done = subprocess.run(
-        command, cwd=cwd, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, **variables},
-    )  # fmt: skip
-    assert not check or done.returncode == 0, f"{' '.join(command)}: exit {done.returncode}\n{done.stdout[-6000:]}"
-    return done.stdout
-
-
-def lab(*verb: str) -> str:
-    return run(sys.executable, "lab/lab.py", *verb)
-
-
-def play(playbook: str, *arguments: str, inventory: str = "inventory/lab", check: bool = True, **variables: str) -> str:
-    return run("ansible-playbook", "-i", inventory, playbook, *arguments, check=check, **variables)
 
 
 def recap(output: str) -> dict[str, dict[str, int]]:
@@ -50,16 +33,6 @@ def recap(output: str) -> dict[str, dict[str, int]]:
 
 def changed(output: str) -> set[int]:
     return {counts["changed"] for counts in recap(output).values()}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fresh_lab():
-    """Fresh nodes for this module; afterwards the lab is gone without a trace."""
-    lab("down")
-    lab("up")
-    yield
-    lab("down")
-    assert "nothing is left" in lab("leftovers")
 
 
 def test_a_check_of_fresh_nodes_passes_and_predicts_changes():
@@ -157,7 +130,7 @@ A, B = "10.77.0.1", "10.77.0.2"
         ({}, {"fabric_subnet": "10.77.0.0/23"}, "overlaps"),
         ({}, {"fabric_subnet": "192.168.176.1/23"}, "is an address in a network"),
         ({}, {"fabric_subnet": "rails"}, "is not a network"),
-        ({}, {"serve_bind": "0.0.0.0"}, "without serve_api_key"),
+        ({}, {"serve_bind": "everywhere"}, "expected an IP address"),
         ({"spark_a": A, "spark_b": "10.77.0.9"}, {}, "spark-b: found no SSH connection"),
         ({}, {"ansible_become_password": "wrong"}, "--ask-become-pass"),
     ],

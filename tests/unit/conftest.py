@@ -1,4 +1,4 @@
-"""Make `library/` and `module_utils/` importable as Ansible itself sees them."""
+"""Make `library/`, `module_utils/` and `agent/` importable as Ansible and the nodes see them."""
 
 from __future__ import annotations
 
@@ -9,5 +9,6 @@ import ansible.module_utils
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "library"))
+sys.path.insert(0, str(ROOT / "agent"))
 sys.path.insert(0, str(ROOT))
 ansible.module_utils.__path__.append(str(ROOT / "module_utils"))

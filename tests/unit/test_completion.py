@@ -7,7 +7,7 @@ import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from ansible.module_utils.sparkpair.completion import ProbeError, ask, status_without_key
+from ansible.module_utils.sparkpair.completion import GUARDED, ProbeError, ask, open_without_key
 
 
 def chunk(text, finish=None):
@@ -92,7 +92,8 @@ def test_nothing_that_listens_fails(api):
         ask("127.0.0.1", port, "tiny", "hi", 4, "", 1.0)
 
 
-@pytest.mark.parametrize(("key", "status"), [("", 200), ("secret", 401)])
-def test_the_status_without_a_key_is_told(api, key, status):
-    api.key = key
-    assert status_without_key("127.0.0.1", api.server_port, 5.0) == status
+def test_routes_that_answer_without_a_key_are_named(api):
+    api.key = "secret"
+    assert open_without_key("127.0.0.1", api.server_port, 5.0) == []
+    api.key = ""
+    assert open_without_key("127.0.0.1", api.server_port, 5.0) == [f"{path} (HTTP 200)" for path in GUARDED]

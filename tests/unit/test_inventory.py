@@ -78,10 +78,10 @@ def test_a_host_name_as_management_address_is_left_to_the_node():
     assert faults(addresses=["spark-a.local", "spark-b.local"]) == []
 
 
-@pytest.mark.parametrize("bind", ["0.0.0.0", "192.0.2.1", "::"])
-def test_an_open_api_needs_a_key(bind):
-    assert any("without serve_api_key" in fault for fault in faults({"serve_bind": bind}))
-    assert faults({"serve_bind": bind, "serve_api_key": "set"}) == []
+@pytest.mark.parametrize("bind", ["0.0.0.0", "192.0.2.1", "::", "127.0.0.1"])
+def test_an_address_is_fine_with_and_without_a_key(bind):
+    """Without one, the serve role makes a key for an open API."""
+    assert faults({"serve_bind": bind}) == [] == faults({"serve_bind": bind, "serve_api_key": "set"})
 
 
 def test_a_key_that_is_short_or_odd_is_refused():
@@ -127,9 +127,15 @@ def test_an_allowance_outside_the_range_is_refused(tokens):
 
 
 def test_one_port_for_two_uses_is_refused():
-    assert any("two ports" in fault for fault in faults({"serve_port": 9000, "serve_master_port": 9000}))
+    assert any("a port of its own" in fault for fault in faults({"serve_port": 9000, "serve_master_port": 9000}))
 
 
 def test_the_longest_role_name_owns_a_variable():
     assert owner("vllm_env_lock", ["vllm", "vllm_env"]) == "vllm_env"
     assert owner("ansible_host", ["serve"]) is None
+
+
+def test_a_rendezvous_that_the_firewall_leaves_open_is_refused():
+    assert any("outside fabric_closed_ports" in fault for fault in faults({"serve_master_port": 26000}))
+    assert faults({"serve_master_port": 26000, "fabric_closed_ports": [26000]}) == []
+    assert faults({"serve_master_port": 26000, "fabric_firewall": False}) == []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ansible.module_utils.sparkpair import rank
+from ansible.module_utils.sparkpair import digests, rank
 
 
 def test_properties_keep_values_with_equal_signs():
@@ -42,7 +42,7 @@ def test_the_last_scheduler_of_the_log_counts():
 
 
 def make_env(root, digest, text):
-    folder = root / "envs" / digest / "lib" / "python3.12" / "site-packages" / rank.SCHEDULER
+    folder = root / "envs" / digest / "lib" / "python3.12" / "site-packages" / digests.SCHEDULER
     folder.mkdir(parents=True)
     (folder / "scheduler.py").write_text(text)
     (folder.parents[3] / "vllm-0.33.0.dist-info").mkdir()
@@ -55,16 +55,16 @@ def test_digests_follow_the_links_and_the_scheduler(tmp_path):
     model.mkdir(parents=True)
     (tmp_path / "models" / "current").symlink_to(model)
     make_env(tmp_path, "aaaa", "stock")
-    before = rank.read_digests(tmp_path, tmp_path / "models" / "current")
+    before = digests.read_digests(tmp_path, tmp_path / "models" / "current")
     assert (before["env"], before["model"]) == ("aaaa", "tiny/r1")
     assert rank.read_vllm_version(tmp_path) == "0.33.0"
     make_env(tmp_path, "bbbb", "patched")
-    after = rank.read_digests(tmp_path, tmp_path / "models" / "current")
+    after = digests.read_digests(tmp_path, tmp_path / "models" / "current")
     assert after["env"] == "bbbb" and after["scheduler"] != before["scheduler"]
 
 
 def test_a_fresh_node_has_empty_digests(tmp_path):
-    assert rank.read_digests(tmp_path, tmp_path / "no") == {"env": "", "scheduler": "", "model": ""}
+    assert digests.read_digests(tmp_path, tmp_path / "no") == {"env": "", "scheduler": "", "model": ""}
     assert rank.read_vllm_version(tmp_path) == ""
 
 

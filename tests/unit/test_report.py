@@ -8,18 +8,21 @@ import pytest
 from ansible.module_utils.sparkpair.report import Wish, faults_of, table
 
 WANT = {"DSPARK_MAX_INFLIGHT_PREFILLS": "2"}
-WISH = Wish(WANT, patched=True, play="ansible-playbook -i inventory/mine")
+WISH = Wish(WANT, patched=True, play="ansible-playbook -i inventory/mine", api="127.0.0.1:8000")
 
 
 def node(rank):
     return {
-        "fabric": {"cage": "p0", "rails": [{"netdev": "enp1s0f0np0", "addresses": ["192.168.176.1/24"], "mtu": 9000}]},
+        "fabric": {"cage": "p0", "rails": [{"netdev": "enp1s0f0np0", "addresses": ["192.168.176.1/24"], "mtu": 9000,
+                                           "addresses_by_rank": ["192.168.176.1", "192.168.176.2"]}]},
         "rank_info": {
             "unit": {"LoadState": "loaded", "ActiveState": "active", "SubState": "running", "UnitFileState": "enabled",
                      "NRestarts": "0"},
             "processes": [{"pid": 7, "name": "vllm", "env": dict(WANT)}],
             "scheduler": {"cap": 2, "policy": "strict"} if rank == 0 else None,
             "system": "ubuntu 24.04 7.5.0 6.17", "packages": {"libnccl2": "2.28.9-1"}, "vllm": "0.33.0",
+            "agent": {"serving": True, "text": "generation 1: serving"}, "closed_ports": [25000, 25001],
+            "listeners": ["127.0.0.1:8000", "192.168.176.1:25001", ":::25000"],
             "digests": {"env": "abc", "scheduler": "def", "model": "tiny/lab"},
         },
         "hotfix": {"found": {"status": "patched", "digest": "0123456789abcdef"}},
@@ -56,6 +59,9 @@ def change(pair, name, path, value):
     [
         ("spark-b", "rank_info/unit/ActiveState", "failed", "rank failed"),
         ("spark-b", "rank_info/processes", [], "no process"),
+        ("spark-b", "rank_info/agent", {"serving": False, "text": "held on spark-b: x"}, "held on spark-b: x"),
+        ("spark-b", "rank_info/listeners", ["0.0.0.0:8000"], "listening on 0.0.0.0:8000"),
+        ("spark-a", "rank_info/closed_ports", [], "listening on :::25000"),
         ("spark-b", "rank_info/processes", [{"pid": 9, "name": "w", "env": {}}], "<unset>"),
         ("spark-b", "rank_info/digests/model", "tiny/other", "model"),
         ("spark-b", "rank_info/vllm", "0.32.0", "vllm_env"),

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT
+from sparkpair_rank import core
 
 STAGES = ["preflight", "fabric", "gpu", "accept", "vllm_env", "hotfix", "model", "serve", "verify"]
 TASK_LINES = 60
@@ -109,6 +112,9 @@ RAILS = [
 ]
 
 
+RENDERED = ("rank.env", "sparkpair-rank.service", "engine.yaml", "agent.json")
+
+
 def render(rank: int, tmp_path: Path, **settings: object) -> dict[str, str]:
     """The unit and the environment file of one rank, rendered by Ansible as the role does."""
     (tmp_path / "play.yml").write_text(f"""
@@ -121,10 +127,11 @@ def render(rank: int, tmp_path: Path, **settings: object) -> dict[str, str]:
         src: "{ROOT}/templates/{{{{ item }}}}.j2"
         dest: "{tmp_path}/{{{{ item }}}}"
         mode: "0644"
-      loop: [rank.env, sparkpair-rank.service, engine.yaml]
+      loop: {json.dumps(RENDERED)}
 """)
     read = {
         "model_name": "tiny",
+        "fabric_sysfs_root": "/sys",
         "__serve_read": {"digests": {"env": "a", "scheduler": "b", "model": "c"}},
         "__fabric_info": {"rails": RAILS},
         "ansible_python_interpreter": sys.executable,
@@ -137,7 +144,7 @@ def render(rank: int, tmp_path: Path, **settings: object) -> dict[str, str]:
     environment = {**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg")}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    return {name: (tmp_path / name).read_text() for name in ("rank.env", "sparkpair-rank.service", "engine.yaml")}
+    return {name: (tmp_path / name).read_text() for name in RENDERED}
 
 
 def test_both_ranks_render_with_the_cap_and_their_own_addresses(tmp_path):
@@ -149,12 +156,26 @@ def test_both_ranks_render_with_the_cap_and_their_own_addresses(tmp_path):
         assert 'DSPARK_ISSUE43_SCHED_DIAG="1"' in made["rank.env"]
         assert f'VLLM_HOST_IP="192.168.176.{rank + 1}"' in made["rank.env"]
         assert 'NCCL_IB_HCA="=rocep1s0f0,roceP2p1s0f0"' in made["rank.env"]
-        unit = made["sparkpair-rank.service"]
-        assert f"--node-rank {rank}" in unit
-        assert ("--headless" in unit) == (rank == 1) and ("--host 127.0.0.1 --port 8000" in unit) == (rank == 0)
+        agent = json.loads(made["agent.json"])
+        command = " ".join(agent["command"])
+        assert f"--node-rank {rank}" in command and agent["rank"] == rank
+        assert ("--headless" in command) == (rank == 1) and ("--host 127.0.0.1 --port 8000" in command) == (rank == 0)
+        assert agent["rails"] == [rail["addresses_by_rank"] for rail in RAILS]
+        assert agent["fatal"][1] == "/sys/class/net/enP2p1s0f0np0/device/aer_dev_fatal"
+        core.Limits(**agent["limits"])
         assert yaml.safe_load(made["engine.yaml"])["master-addr"] == "192.168.176.1"
     same = [(tmp_path / str(rank) / "engine.yaml").read_text() for rank in (0, 1)]
     assert same[0] == same[1]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed here")
+def test_the_unit_is_hardened(tmp_path):
+    """At most 3.0 on systemd's scale; the unit says what is left open and why."""
+    unit = tmp_path / "sparkpair-rank.service"
+    unit.write_text(render(0, tmp_path)["sparkpair-rank.service"])
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=30", "--no-pager", str(unit)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_no_variable_of_the_service_is_empty(tmp_path):
