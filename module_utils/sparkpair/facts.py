@@ -25,7 +25,7 @@ LOG_LINES = 20_000
 """Lines of a log, from its end, that are looked at; of those that fit a pattern KEPT_LINES are kept."""
 KEPT_LINES = 400
 
-FILES = ("/etc/nccl.conf", "/etc/sparkpair/rank.env")
+FILES = ("/etc/nccl.conf", "/etc/sparkpair/rank.env", "/etc/sparkpair/fabric.nft")
 """Configuration files whose text is a fact."""
 
 GPU_FIELDS = ("name", "driver_version", "power.draw", "utilization.gpu", "clocks.sm")
@@ -111,7 +111,8 @@ def driver_package(packages: Mapping[str, str]) -> str:
     """Version of the installed driver without the distribution's revision; empty when no driver package is there."""
     for prefix in ("nvidia-driver-", "libnvidia-compute-"):
         for name in sorted(packages):
-            if name.startswith(prefix):
+            # Not nvidia-driver-assistant, which has a version of its own.
+            if re.match(rf"{prefix}[0-9]", name):
                 return packages[name].split(":")[-1].split("-")[0]
     return ""
 

@@ -19,7 +19,8 @@ from conftest import ROOT, lab, play, run
 
 pytestmark = pytest.mark.usefixtures("fresh_lab")
 MODULE_RUNS = 40
-"""Most tasks that a converged run may need on one host."""
+"""Most module runs that a converged run may need for one host; checks of arguments against their spec run no module."""
+STAGES = 9
 REBOOT_S = 240
 """Longest time from a reboot of both nodes to a served token; 44 s of it is vLLM's own start (measured)."""
 
@@ -56,7 +57,7 @@ def test_a_second_run_changes_nothing_with_few_module_runs():
     output = play("site.yml")
     print(f"converged run: {time.monotonic() - started:.1f} s, {recap(output)}")
     assert changed(output) == {0}
-    assert all(counts["ok"] <= MODULE_RUNS for counts in recap(output).values()), recap(output)
+    assert all(counts["ok"] - STAGES <= MODULE_RUNS for counts in recap(output).values()), recap(output)
 
 
 def test_a_check_of_converged_nodes_predicts_nothing():

@@ -8,6 +8,7 @@ import pytest
 from ansible.module_utils.sparkpair.facts import (
     INFINITY,
     FactsError,
+    driver_package,
     parse_gpu,
     parse_limit,
     parse_listeners,
@@ -140,6 +141,12 @@ def test_removed_packages_are_not_installed():
         "libnccl2": "2.28.9-1",
         "held": "2.0",
     }
+
+
+def test_only_a_driver_has_the_driver_s_version():
+    packages = {"nvidia-driver-assistant": "0.21.57-1", "libnvidia-compute-580": "580.142-0ubuntu1"}
+    assert driver_package(packages) == "580.142"
+    assert driver_package({**packages, "nvidia-driver-580-open": "1:580.159.03-0ubuntu1"}) == "580.159.03"
 
 
 def test_limits_of_systemd():
