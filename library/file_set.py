@@ -14,7 +14,7 @@ options:
   prune: {description: Folder in which files that the set does not name are removed, type: str, default: ""}
 attributes:
   check_mode: {support: full, description: Predicts}
-  diff_mode: {support: full, description: Shows every file that changes}
+  diff_mode: {support: partial, description: Files of mode 0600 may hold secrets and are named but not shown}
 author: [sparkpair contributors]
 """
 
@@ -49,7 +49,14 @@ def main() -> None:
     try:
         write, remove = files.plan(p["files"], modes, p["prune"])
         diff = [
-            {"before_header": name, "after_header": name, "before": files.read(Path(name)) or "", "after": text}
+            {
+                "before_header": name,
+                "after_header": f"{name}: not shown, it may hold secrets",
+                "before": "",
+                "after": "",
+            }
+            if modes.get(name) == 0o600
+            else {"before_header": name, "after_header": name, "before": files.read(Path(name)) or "", "after": text}
             for name, text in write.items()
         ]
         for name, text in write.items() if not module.check_mode else []:

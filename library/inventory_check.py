@@ -14,6 +14,7 @@ options:
   hosts: {description: The group in rank order, type: list, elements: str, required: true}
   settings: {description: Variable name to templated value, type: dict, required: true}
   addresses: {description: Management addresses or names of all hosts, type: list, elements: str, required: true}
+  limited_to: {description: The hosts of this run, type: list, elements: str, default: []}
   roles_path: {description: Folder of the roles, type: path, required: true}
 attributes:
   check_mode: {support: full, description: Changes nothing}
@@ -33,7 +34,7 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-values: {description: Every variable of every role with the value that holds, type: dict, returned: success}
+values: {description: serve_user and serve_uid as they hold, type: dict, returned: success}
 """
 
 from pathlib import Path
@@ -57,19 +58,22 @@ def main() -> None:
             "hosts": {"type": "list", "elements": "str", "required": True},
             "settings": {"type": "dict", "required": True},
             "addresses": {"type": "list", "elements": "str", "required": True},
+            "limited_to": {"type": "list", "elements": "str", "default": []},
             "roles_path": {"type": "path", "required": True},
         },
         supports_check_mode=True,
     )
     p = module.params
     roles = Path(p["roles_path"])
-    faults, values = check(p["node"], p["hosts"], p["settings"], load_specs(roles), p["addresses"])
+    faults, values = check(p["node"], p["hosts"], p["settings"], load_specs(roles), p["addresses"], p["limited_to"])
     locks = sorted(lock.name for lock in (roles.parent / "locks").glob("*-*.txt"))
     if not faults and values["vllm_env_lock"] not in locks:
         faults = [f"{p['node']}: found vllm_env_lock={values['vllm_env_lock']}, expected one of {', '.join(locks)}"]
     if faults:
         module.fail_json(msg="\n".join(faults))
-    module.exit_json(changed=False, values=values)
+    # Only what the next tasks need: other values may be secrets.
+    needed = {name: values[name] for name in ("serve_user", "serve_uid")}
+    module.exit_json(changed=False, values=needed)
 
 
 if __name__ == "__main__":

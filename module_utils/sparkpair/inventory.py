@@ -18,6 +18,7 @@ from ansible.module_utils.sparkpair.plan import PlanError, check_mtu, rail_plan
 # A QSFP cage is two PCIe functions, so two rails (public hardware reports; see docs/architecture.md).
 RAILS_PER_CAGE = 2
 PORT_RANGE = (1024, 65535)
+UID_RANGE = (100, 59999)
 # Below a few cache blocks a prompt hardly moves; above the usual step budget the bound is none (measured on the
 # scheduler of 0.32: docs/decisions).
 MIXED_RANGE = (64, 8192)
@@ -25,6 +26,7 @@ MIXED_RANGE = (64, 8192)
 OWNED_OPTIONS = {
     "api-key": "serve_api_key",
     "config": "serve_engine_args",
+    "data-parallel-size": "nothing: the hosts share one model",
     "distributed-executor-backend": "nothing: two nodes need mp",
     "headless": "nothing: every rank but the head is headless",
     "host": "serve_bind",
@@ -34,6 +36,7 @@ OWNED_OPTIONS = {
     "model": "model_name and model_source or model_repo",
     "nnodes": "the hosts of the group sparks",
     "node-rank": "the order of the hosts",
+    "pipeline-parallel-size": "nothing: the hosts share one model by tensor parallelism",
     "port": "serve_port",
     "served-model-name": "model_name",
     "tensor-parallel-size": "serve_tensor_parallel_size",
@@ -44,7 +47,9 @@ OWNED_VARIABLES = {
     "DSPARK_MIXED_PREFILL_TOKENS": "serve_mixed_prefill_tokens",
     "DSPARK_PREFILL_POLICY": "serve_prefill_policy",
     "GLOO_SOCKET_IFNAME": "the fabric stage",
+    "NCCL_IB_HCA": "the fabric stage",
     "NCCL_SOCKET_IFNAME": "the fabric stage",
+    "SPARKPAIR_PAIR_DIGEST": "nothing: the role derives it",
     "PYTHONPATH": "nothing: the agent sets it",
     "VLLM_API_KEY": "serve_api_key",
     "VLLM_HOST_IP": "the fabric stage",
@@ -60,14 +65,22 @@ UNUSABLE = "unusable"
 
 
 def check(
-    host: str, hosts: Sequence[str], settings: Settings, specs: Specs, addresses: Sequence[str]
+    host: str,
+    hosts: Sequence[str],
+    settings: Settings,
+    specs: Specs,
+    addresses: Sequence[str],
+    limited_to: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, Any]]:
     """Every fault of one host's settings, as sentences, and all values with the defaults of the specs filled in.
 
     `hosts` is the group in rank order, `settings` maps variable names (those that begin with a role's name) to
     templated values, `specs` maps a role to its options (the `options` of an argument spec), `addresses` are the
-    management addresses or names of all hosts.
+    management addresses or names of all hosts, `limited_to` the hosts of this run where it was limited.
     """
+    if limited_to and set(limited_to) != set(hosts):
+        fault = f"{host}: found a run limited to {', '.join(limited_to)}, expected all of sparks: leave --limit out"
+        return [fault], {}
     faults = _unknown_names(settings, specs)
     values: dict[str, Any] = {}
     for role, options in specs.items():
@@ -84,6 +97,7 @@ def check(
         faults = [
             *_cluster_rules(hosts, values, addresses),
             *_fabric_rules(values, len(hosts), addresses),
+            *_model_rules(values),
             *_engine_rules(values),
             *_api_rules(values),
             *_gpu_rules(values),
@@ -139,10 +153,10 @@ def _cluster_rules(hosts: Sequence[str], values: Settings, addresses: Sequence[s
     if len(set(ports.values())) < len(ports):
         shown = ", ".join(f"{name}={port}" for name, port in ports.items())
         faults.append(f"found {shown}, expected a port of its own for each")
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", str(values.get("model_name", ""))):
-        faults.append(
-            f"found model_name={values.get('model_name')!r}, expected letters, digits, dot, dash or underscore"
-        )
+    if not re.fullmatch(r"[a-z_][a-z0-9_-]{0,30}", str(values["serve_user"])) or values["serve_user"] == "root":
+        faults.append(f"found serve_user={values['serve_user']!r}, expected the name of a user of its own")
+    if not UID_RANGE[0] <= int(values["serve_uid"]) <= UID_RANGE[1]:
+        faults.append(f"found serve_uid={values['serve_uid']}, expected {UID_RANGE[0]} to {UID_RANGE[1]}")
     return faults
 
 
@@ -161,9 +175,28 @@ def _fabric_rules(values: Settings, nodes: int, addresses: Sequence[str]) -> lis
     return faults
 
 
+def _model_rules(values: Settings) -> list[str]:
+    name, repo, source = (str(values.get(key) or "") for key in ("model_name", "model_repo", "model_source"))
+    revision, faults = str(values.get("model_revision") or ""), []
+    # The symlink to the model in use is a neighbour of the models.
+    if name == "current" or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        faults.append(
+            f"found model_name={name!r}, expected letters, digits, dot, dash or underscore, and not 'current'"
+        )
+    if not repo and not source:
+        faults.append("found neither model_repo nor model_source, expected one: where the weights come from")
+    elif not source and not re.fullmatch(r"[0-9a-f]{40}", revision):
+        faults.append(f"found model_revision={revision!r}, expected the commit of model_repo (40 hexadecimal digits)")
+    if int(values["verify_tokens"]) < 1:
+        faults.append(f"found verify_tokens={values['verify_tokens']}, expected 1 or more")
+    return faults
+
+
 def _engine_rules(values: Settings) -> list[str]:
     faults = []
-    for name in values["serve_engine_args"]:
+    for name, value in values["serve_engine_args"].items():
+        if value is None:
+            faults.append(f"found no value for {name} in serve_engine_args, expected one (true for a switch)")
         plain = str(name).lstrip("-").replace("_", "-")
         if plain != name or not re.fullmatch(r"[a-z][a-z0-9-]*", plain):
             faults.append(
@@ -176,6 +209,8 @@ def _engine_rules(values: Settings) -> list[str]:
             faults.append(
                 f"found the variable name {name!r} in serve_environment, expected letters, digits and underscore"
             )
+        elif not isinstance(value, str | int | float) or isinstance(value, bool):
+            faults.append(f"found {name}={value!r} in serve_environment, expected text or a number: quote it")
         elif str(value) == "" or not str(value).isprintable():
             # An empty NCCL variable hides the value of its configuration file.
             faults.append(f"found {name}={value!r} in serve_environment, expected one line of text that is not empty")

@@ -60,6 +60,11 @@ def account(name: str) -> tuple[int | None, int | None]:
     return found.pw_uid, found.pw_gid
 
 
+def is_filled(path: Path) -> bool:
+    """Whether the environment or the weights that belong below `path` are there already."""
+    return (path / "current").exists() or (path / "models" / "current").exists()
+
+
 def read_node(paths: Sequence[str], users: Sequence[str]) -> dict[str, Any]:
     """What the system is: everything that `node_info` documents but the login's uid and `facts.read_facts`."""
     release = parse_keys(read_text(Path("/etc/os-release")))
@@ -75,10 +80,12 @@ def read_node(paths: Sequence[str], users: Sequence[str]) -> dict[str, Any]:
         "systemd": Path("/run/systemd/system").is_dir(),
         "memory_total": memory.get("MemTotal", 0),
         "memory_available": memory.get("MemAvailable", 0),
-        "disk_free": {path: free_bytes(path) for path in paths},
+        # What is in place needs no room; the stages check the room for their own downloads.
+        "disk_free": {path: free_bytes(path) for path in paths if not is_filled(Path(path))},
         "epoch": time.time(),
         "users": {name: account(name)[0] for name in users},
         "groups": {name: account(name)[1] for name in users},
+        "uids": {str(entry.pw_uid): entry.pw_name for entry in pwd.getpwall()},
     }
 
 
@@ -99,8 +106,8 @@ def check_node(name: str, node: Mapping[str, Any], limits: Mapping[str, Any], no
             f"{name}: found {memory:.1f} GiB of memory, expected at least {limits['memory_gib']} GiB "
             f"(preflight_memory_gib): free -g"
         )
-    for path, needed in limits["disk_gib"].items():
-        free = node["disk_free"][path] / GIB
+    for path, free_there in node["disk_free"].items():
+        free, needed = free_there / GIB, limits["disk_gib"][path]
         if free < float(needed):
             faults.append(
                 f"{name}: found {free:.1f} GiB free for {path}, expected at least {needed} GiB "
@@ -113,6 +120,10 @@ def check_node(name: str, node: Mapping[str, Any], limits: Mapping[str, Any], no
             f"{CLOCK_TOLERANCE_S:.0f} s: sudo timedatectl set-ntp true"
         )
     user, uid = limits["service_user"], limits["service_uid"]
+    if node["uids"].get(str(uid), user) != user:
+        faults.append(
+            f"{name}: found uid {uid} with user {node['uids'][str(uid)]}, expected it free for {user}: set serve_uid"
+        )
     if node["users"].get(user) not in (None, uid):
         faults.append(
             f"{name}: found user {user} with uid {node['users'][user]}, expected {uid} on all nodes: "

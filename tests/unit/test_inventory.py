@@ -130,6 +130,36 @@ def test_one_port_for_two_uses_is_refused():
     assert any("a port of its own" in fault for fault in faults({"serve_port": 9000, "serve_master_port": 9000}))
 
 
+def test_a_limited_run_is_refused():
+    (fault,) = check("spark-b", HOSTS, GOOD, SPECS, [], ["spark-b"])[0]
+    assert "leave --limit out" in fault
+    assert check("spark-b", HOSTS, GOOD, SPECS, [], HOSTS)[0] == []
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"model_name": "current"},
+        {"model_name": ".hidden"},
+        {"model_source": ""},
+        {"model_source": "", "model_repo": "a/b", "model_revision": "main"},
+        {"serve_uid": 0},
+        {"serve_uid": -1},
+        {"serve_user": "root"},
+        {"serve_user": "a\nb"},
+        {"verify_tokens": 0},
+        {"serve_engine_args": {"dtype": None}},
+        {"serve_engine_args": {"pipeline-parallel-size": 2}},
+        {"serve_environment": {"A": None}},
+        {"serve_environment": {"A": [1, 2]}},
+        {"serve_environment": {"A": True}},
+        {"serve_environment": {"NCCL_IB_HCA": "x"}},
+    ],
+)
+def test_values_that_would_fail_late_are_refused_at_once(settings):
+    assert len(faults(settings)) == 1
+
+
 def test_the_longest_role_name_owns_a_variable():
     assert owner("vllm_env_lock", ["vllm", "vllm_env"]) == "vllm_env"
     assert owner("ansible_host", ["serve"]) is None

@@ -26,6 +26,7 @@ NODE = {
     "disk_free": {"/opt": 900 * GIB},
     "epoch": 1000.0,
     "users": {"sparkpair": 870},
+    "uids": {"0": "root", "870": "sparkpair"},
     "uid": 1000,
 }
 
@@ -44,6 +45,7 @@ def test_a_spark_passes():
         ({"epoch": 4600.0}, "+3600 s"),
         ({"epoch": 900.0}, "-100 s"),
         ({"users": {"sparkpair": 998}}, "usermod -u 870 sparkpair"),
+        ({"uids": {"870": "squatter"}}, "uid 870 with user squatter"),
     ],
 )
 def test_what_a_node_must_not_be(change, words):
@@ -67,6 +69,11 @@ def test_meminfo_is_bytes_and_tolerates_odd_lines():
 
 def test_free_space_of_a_path_that_does_not_exist_is_its_parents(tmp_path):
     assert free_bytes(str(tmp_path / "a" / "b")) > 0
+
+
+def test_what_is_in_place_needs_no_room(tmp_path):
+    (tmp_path / "a" / "models" / "current").mkdir(parents=True)
+    assert read_node([str(tmp_path / "a"), str(tmp_path / "b")], [])["disk_free"].keys() == {str(tmp_path / "b")}
 
 
 def test_this_machine_can_be_read():
