@@ -26,7 +26,7 @@ from hypothesis import strategies as st
 from lab import simulated_rdma
 
 TOOLS = ROOT / "tests/fixtures/tools"
-SMI = (TOOLS / "nvidia-smi-query.txt").read_text()
+SMI = (TOOLS / "nvidia-smi-query-synthetic.txt").read_text()
 
 
 def answer(table):
@@ -45,8 +45,8 @@ def node(tmp_path):
     for name, text in {
         "proc/driver/nvidia/version": (TOOLS / "proc-driver-nvidia-version.txt").read_text(),
         "proc/cmdline": "root=UUID=0 kho=off\n",
-        "proc/meminfo": (TOOLS / "meminfo-kho.txt").read_text(),
-        "proc/net/tcp": (TOOLS / "proc-net-tcp.txt").read_text(),
+        "proc/meminfo": (TOOLS / "meminfo-kho-synthetic.txt").read_text(),
+        "proc/net/tcp": (TOOLS / "proc-net-tcp-synthetic.txt").read_text(),
         "proc/41/cmdline": "VLLM::EngineCore\0",
         "proc/41/cgroup": "0::/user.slice\n",
         "proc/42/cmdline": "VLLM::Worker\0",
@@ -85,7 +85,7 @@ def test_a_node_is_read(node):
         node,
         **{
             "nvidia-smi": SMI,
-            "dpkg-query": (TOOLS / "dpkg-query.txt").read_text(),
+            "dpkg-query": (TOOLS / "dpkg-query-synthetic.txt").read_text(),
             "systemctl": "LoadState=loaded\nActiveState=active\nLimitMEMLOCK=8388608\nInvocationID=abc\n",
             "journalctl": "a kernel: NVRM: Xid 119\nb kernel: fine\nc vllm: Using network Socket\n",
         },

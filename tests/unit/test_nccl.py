@@ -137,7 +137,7 @@ def test_a_build_is_whole_or_not_there(tmp_path, monkeypatch):
 def test_ib_write_bw_as_recorded():
     assert fabric_bandwidth.parse_perftest(text("ib-write-bw")) == 92.57
     assert fabric_bandwidth.parse_perftest(text("ib-write-bw-13gbit-reconstructed")) == 13.22
-    assert fabric_bandwidth.parse_perftest(text("ib-write-bw-no-row")) is None
+    assert fabric_bandwidth.parse_perftest(text("ib-write-bw-no-row-synthetic")) is None
 
 
 RECORDED = [path.read_text() for path in sorted(TOOLS.glob("*.txt"))]
