@@ -18,6 +18,7 @@ Environment: LAB_ID (name of the lab, default sparkpair), LAB_NODES (2 or 3), LA
 LAB_DIR (state, default .lab), LAB_CACHE_DIR (built parts, default .cache), LAB_DEBIAN_MIRROR (else debootstrap's)."""
 
 VERBS = {
+    "check": "say at once whether this machine can hold a lab; changes nothing",
     "build": "build the parts that are missing in the cache (and install what this machine lacks)",
     "up": "boot the nodes, building what is missing; keeps a lab that already runs",
     "reset": "throw the nodes away and boot fresh ones",
@@ -29,7 +30,7 @@ VERBS = {
     "start": "switch NODE on again",
     "run": "run a command in the network namespace on the lab's side of the management network",
 }
-NEEDS_ROOT = ("build", "up", "reset", "down", "ssh", "kill", "start", "run", "supervise")
+NEEDS_ROOT = ("check", "build", "up", "reset", "down", "ssh", "kill", "start", "run", "supervise")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,6 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def dispatch(options: argparse.Namespace, settings: Settings) -> int:
     """Call the verb's function; raises LabError."""
     verb: str = options.verb
+    if verb == "check":
+        host.require_installable()
+        return 0
     if verb in ("ssh", "kill", "start"):
         settings = lifecycle.as_running(settings)
     if verb == "status":

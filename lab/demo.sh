@@ -6,6 +6,9 @@ started=$SECONDS
 
 say() { printf '\n== %s (%d s)\n' "$1" $((SECONDS - started)); }
 
+# Before anything is installed: Linux, root, and what cannot be installed here.
+python3 lab/lab.py check
+
 say "tools"
 make --no-print-directory tools
 PATH="$PWD/.cache/venv/bin:$PATH"

@@ -97,13 +97,19 @@ def require_root(verb: str) -> None:
         raise LabError(f"'{verb}' needs root, for mounts and namespaces: {again}")
 
 
+def require_installable() -> list[str]:
+    """Packages that are missing; raise LabError that names them if there is no apt to install them."""
+    missing = missing_packages()
+    if missing and shutil.which("apt-get") is None:
+        raise LabError(f"missing on this machine, and there is no apt to install it: {', '.join(missing)}")
+    return missing
+
+
 def require_tools() -> None:
     """Install what is missing if apt is here; raise LabError that names it otherwise."""
-    missing = missing_packages()
+    missing = require_installable()
     if not missing:
         return
-    if shutil.which("apt-get") is None:
-        raise LabError(f"missing on this machine, and there is no apt to install it: {', '.join(missing)}")
     step(f"installing on this machine: {' '.join(missing)}")
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     options = ["-q", "-o", "DPkg::Lock::Timeout=120"]

@@ -267,6 +267,13 @@ def test_missing_tools_are_named_by_package(tmp_path):
     assert host.missing_packages(tools) == ["keyring-package", "tool-package"]
 
 
+def test_what_cannot_be_installed_is_named_at_once(monkeypatch):
+    monkeypatch.setattr(host, "missing_packages", lambda: ["systemd-container"])
+    monkeypatch.setattr(host.shutil, "which", lambda tool: None)
+    with pytest.raises(LabError, match="no apt to install it: systemd-container"):
+        host.require_installable()
+
+
 def test_without_root_the_command_to_use_is_printed(monkeypatch, capsys):
     monkeypatch.setattr(host.os, "geteuid", lambda: 1000)
     assert cli.main(["up"]) == 1
