@@ -32,6 +32,9 @@ def test_present_and_absent_with_a_truthful_prediction(venv):
         assert predicted["changed"] is done["changed"] is True
         assert predicted["status"] == done["status"] == status
         assert predicted["diff"] == done["diff"] and done["diff"]
+        shown = {entry["after_header"].rsplit("/", 1)[-1]: entry["after"] for entry in done["diff"]}
+        assert ("dspark" in shown["scheduler.py"]) == (state == "present")
+        assert shown["dspark_prefill.py"].count("\n") == (1 if state == "present" else 0)
         assert hotfix.converge(str(venv), None, state, False)["changed"] is False
     assert scheduler(venv).read_bytes() == TOY.encode()
 
