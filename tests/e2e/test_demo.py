@@ -69,6 +69,14 @@ def test_a_second_demo_converges():
     assert changed(output) == {0}
 
 
+def test_a_change_on_one_node_restarts_the_pair_as_one():
+    drift = "path=/etc/sparkpair/engine.yaml line='# drift'"
+    run("ansible", "-i", "inventory/lab", "spark-b", "-b", "-m", "ansible.builtin.lineinfile", "-a", drift)
+    output = play("playbooks/serve.yml")
+    assert min(changed(output)) > 0, recap(output)
+    assert "sparkpair: serving" in play("playbooks/verify.yml")
+
+
 def other_python() -> str | None:
     """A Python with the other supported ansible-core: 3.12 or newer brings 2.21, 3.11 brings 2.19."""
     names = ["python3.13", "python3.12"] if sys.version_info < (3, 12) else ["python3.11"]
