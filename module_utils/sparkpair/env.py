@@ -2,7 +2,7 @@
 
 Layout under ``root`` (one file system, so that uv can hard-link from its cache and a rename is atomic)::
 
-    envs/<digest>/              complete or built anew; holds sparkpair-env.json
+    envs/<digest>/              complete or built anew; holds sparkpair-env.json and the list of its files
     envs/.partial-<digest>/     being built, or left by an installation that died: the next one starts over
     current -> envs/<digest>    what the units start
     cache/  uv/<version>/uv     downloads, unpacked once; the pinned installer
@@ -23,7 +23,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
 import time
@@ -34,11 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.sparkpair.env_lock import Lock, Requirement, env_digest
-
-MANIFEST = "sparkpair-env.json"
-
-_LATER = re.compile(re.escape(MANIFEST) + r"|dspark_prefill\.py|scheduler\.py\.[0-9a-f]+\.orig|hotfix-proof-.*\.json")
-"""Names of files that come after the installation: the manifest, the hotfix's module, backup and proofs."""
+from ansible.module_utils.sparkpair.environment import MANIFEST, find_damage, record
+from ansible.module_utils.sparkpair.files import replace_folder
 
 SPACE_FACTOR = 5
 """Bytes wanted on disk per byte to download. Measured with the CPU lock: 0.44 GB of wheels are 1.9 GB
@@ -161,22 +157,8 @@ def judge(env: Path) -> tuple[dict[str, Any] | None, str]:
         return None, f"{MANIFEST} is not that of {env.name}"
     if not os.access(env / "bin/python", os.X_OK):
         return None, "bin/python is no program"
-    if (found := count_files(env)) != manifest.get("files"):
-        return None, f"found {found} files, expected the {manifest.get('files')} that were installed"
-    return manifest, ""
-
-
-def count_files(env: Path) -> int:
-    """Return the number of installed files: without bytecode, the manifest and what the hotfix adds.
-
-    A third of a second for the 33,000 files of the CPU environment, from a cold cache.
-    """
-    count = 0
-    for _, folders, names in os.walk(env):
-        if "__pycache__" in folders:
-            folders.remove("__pycache__")
-        count += sum(not _LATER.fullmatch(name) for name in names)
-    return count
+    damage = find_damage(env)
+    return (None, damage) if damage else (manifest, "")
 
 
 def current_name(root: Path) -> str:
@@ -232,7 +214,7 @@ def install(plan: Plan, rebuild: bool = False) -> dict[str, Any]:
         except BaseException:
             shutil.rmtree(plan.partial, ignore_errors=True)
             raise
-        _put_in_place(plan)
+        replace_folder(plan.partial, plan.path)
         steps.say(f"done: {plan.path}")
         return manifest
 
@@ -275,21 +257,11 @@ def _build(plan: Plan, steps: Steps) -> dict[str, Any]:
     if not manifest["capabilities"]["nnodes"]:
         raise EnvError(f"vLLM {wanted} cannot serve over two nodes (its EngineArgs has no nnodes); lock a newer one")
     manifest["site_packages"] = str(Path(manifest["site_packages"]).relative_to(plan.partial))
-    manifest["files"] = count_files(plan.partial)
+    manifest["libc"] = ".".join(map(str, plan.python.glibc))
+    manifest["packages"] = {r.name: r.version for r in plan.lock.requirements}
+    manifest["files"], manifest["content"] = record(plan.partial)
     (plan.partial / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return manifest
-
-
-def _put_in_place(plan: Plan) -> None:
-    """Move the partial folder to its name; what stood there (damaged, or to be rebuilt) goes."""
-    if plan.path.exists():
-        broken = plan.path.with_name(f".broken-{plan.digest}")
-        shutil.rmtree(broken, ignore_errors=True)
-        plan.path.rename(broken)
-        plan.partial.rename(plan.path)
-        shutil.rmtree(broken, ignore_errors=True)
-    else:
-        plan.partial.rename(plan.path)
 
 
 def require_space(plan: Plan) -> None:

@@ -156,22 +156,10 @@ def test_a_lost_file_is_noticed_said_and_mended(module, plan, warnings):
     assert module(check=True)["changed"]
     assert module()["changed"]
     assert (plan.path / "requirements.txt").exists()
-    why = "found 1 files, expected the 2 that were installed"
+    why = "found 1 files that differ from what was installed: missing requirements.txt"
     assert [why in warning for warning in warnings] == [True, True]
     assert f"rebuilding {plan.path}: {why}" in plan.log.read_text()
     assert not module()["changed"]
-
-
-def test_what_comes_after_the_installation_is_no_damage(plan):
-    env.install(plan)
-    folder = plan.path / "lib/python3/site-packages/vllm/v1/core/sched"
-    (folder / "__pycache__").mkdir(parents=True)
-    for name in ("dspark_prefill.py", "scheduler.py.0123456789abcdef.orig", "__pycache__/scheduler.cpython-312.pyc"):
-        (folder / name).touch()
-    (plan.path / "hotfix-proof-0123456789abcdef.json").touch()
-    assert env.judge(plan.path)[0]
-    (folder / "scheduler.py").touch()
-    assert env.judge(plan.path) == (None, "found 3 files, expected the 2 that were installed")
 
 
 def test_a_complete_environment_is_rebuilt_on_request(module, plan):

@@ -133,7 +133,7 @@ def render(rank: int, tmp_path: Path, **settings: object) -> dict[str, str]:
     read = {
         "model_name": "tiny",
         "fabric_sysfs_root": "/sys",
-        "__serve_read": {"digests": {"env": "a", "scheduler": "b", "model": "c"}},
+        "__serve_read": {"digests": {"env": "a", "scheduler": "b", "model": "c"}, "serves": "a-b"},
         "__fabric_info": {"rails": RAILS},
         "ansible_python_interpreter": sys.executable,
     }
