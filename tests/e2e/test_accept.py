@@ -1,7 +1,7 @@
 """The GPU stage and the acceptance gate on lab nodes with simulated tools: what passes, and each layer failing in turn.
 
 The tests run in this order on one lab. The chain between the nodes is real: sockets on the fabric, transient units of
-the service user, reports. RDMA, NCCL and MPI are simulated.
+the service user, Open MPI, reports. RDMA and NCCL are simulated.
 """
 
 from __future__ import annotations
