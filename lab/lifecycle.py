@@ -38,7 +38,7 @@ class Record:
     model: str
 
     def binds(self, node: Node) -> list[tuple[Path, str]]:
-        """Folders that `node` sees read-only. Wheels and model are on the head alone: they are copied over the fabric."""
+        """Folders that `node` sees read-only. Wheels and model are on the head alone: they have to be copied."""
         on_head = [(Path(self.wheelhouse), "/srv/wheelhouse"), (Path(self.model), "/srv/model")]
         return [(Path(self.state) / "apt", "/srv/apt"), *(on_head if node.index == 0 else [])]
 
