@@ -47,6 +47,9 @@ installed and compiled (the cache is hard-linked); the rest is the wheel that is
 BEAT = 5.0
 """Seconds between lines of progress."""
 
+NETWORK = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "beegfs", "gluster", "fuse.sshfs", "fuse.gluster")
+"""Beginnings of the types of file systems that several nodes share."""
+
 REMEDY = "run playbooks/vllm_env.yml -e vllm_env_rebuild=true for all nodes"
 
 RELEASES = Path("/var/lib/sparkpair/releases")
@@ -159,6 +162,20 @@ def require_fit(lock: Lock, python: Python) -> None:
     found = f"Python {python.version} on {python.machine} with glibc {python.glibc[0]}.{python.glibc[1]}"
     if (python.minor, python.machine) != (lock.python, lock.machine) or python.glibc < lock.glibc:
         raise EnvError(f"the lock is for {wanted}, this node has {found}; set vllm_env_lock or vllm_env_python")
+
+
+def require_local(path: Path, mounts: str) -> None:
+    """Check that a folder is on a disk of this node; ``mounts`` is the text of /proc/mounts.
+
+    Raises:
+        EnvError: it is on a network's file system. Ranks that share compiled kernels break each other (public reports).
+    """
+    resolved = path.resolve()
+    found = [line.split()[1:3] for line in mounts.splitlines() if len(line.split()) > 2]
+    above = [(len(point), kind) for point, kind in found if resolved.is_relative_to(point)]
+    kind = max(above, default=(0, ""))[1]
+    if kind.startswith(NETWORK):
+        raise EnvError(f"found {path} on {kind}, expected a disk of this node: mount one there")
 
 
 def read_manifest(env: Path) -> dict[str, Any] | None:

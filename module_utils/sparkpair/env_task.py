@@ -12,6 +12,9 @@ from ansible.module_utils.sparkpair import env, wheels
 from ansible.module_utils.sparkpair.env_lock import parse_lock, parse_requirements
 from ansible.module_utils.sparkpair.model_task import Log
 
+CACHES = Path("/var/cache/sparkpair-rank")
+"""Where the ranks keep what they compile."""
+
 
 def make_plan(wish: Mapping[str, Any]) -> env.Plan:
     """Return what is to be in place. Raises EnvError and LockError."""
@@ -24,6 +27,8 @@ def make_plan(wish: Mapping[str, Any]) -> env.Plan:
         log=Path(wish["log"]),
     )
     env.require_fit(plan.lock, plan.python)
+    for folder in (plan.root, CACHES):
+        env.require_local(folder, Path("/proc/mounts").read_text(encoding="utf-8"))
     return plan
 
 

@@ -334,6 +334,20 @@ def test_old_environments_go_and_what_is_in_service_stays(module, plan, tmp_path
     assert not module(keep=1)["changed"]
 
 
+MOUNTS = "/dev/nvme0n1p2 / ext4 rw 0 0\nnas:/opt /opt nfs4 rw 0 0\n/dev/sda1 /opt/sparkpair xfs rw 0 0\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "shared"), [("/opt/other", True), ("/opt/sparkpair/envs", False), ("/var/cache", False)]
+)
+def test_a_folder_that_nodes_share_is_refused(path, shared):
+    if shared:
+        with pytest.raises(env.EnvError, match="found /opt/other on nfs4, expected a disk of this node"):
+            env.require_local(Path(path), MOUNTS)
+    else:
+        env.require_local(Path(path), MOUNTS)
+
+
 def test_a_process_that_was_started_from_an_environment_is_found(tmp_path):
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "cmdline").write_bytes(b"/opt/envs/abc/bin/python\0/opt/current/bin/vllm\0serve\0")
