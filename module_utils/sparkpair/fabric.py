@@ -42,6 +42,10 @@ _PORT = re.compile(r"^p\d+$")
 _PCI = re.compile(r"^([0-9a-f]{4,}):[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
 
 
+RING_ENVIRONMENT = {"NCCL_IB_MERGE_NICS": "0", "NCCL_NET_PLUGIN": "none", "NCCL_IB_SUBNET_AWARE_ROUTING": "1"}
+"""What NCCL needs in a ring of three (NVIDIA's playbook for three Sparks)."""
+
+
 class FabricError(ValueError):
     """The fabric cannot be used as it is; the text says what was found and what mends it."""
 
@@ -107,7 +111,9 @@ class Rail:
 class Fabric:
     """What a node's fabric is, and what is not as it should be (`problems`, one sentence each).
 
-    `environment` are the variables that NCCL needs for this topology, none for a pair or a switch.
+    `environment` are the variables that NCCL needs for this topology, none for a pair or a switch. `meeting` is the
+    address, without prefix, at which all ranks reach this one, and its interface: rail 0's, in a ring the management
+    network's.
     """
 
     cage: str
@@ -117,6 +123,7 @@ class Fabric:
     problems: tuple[str, ...]
     foreign_addresses: dict[str, tuple[str, ...]]
     environment: dict[str, str]
+    meeting: dict[str, str]
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for `exit_json`."""
@@ -439,12 +446,20 @@ def ring_rails(
     return tuple(rails)
 
 
-def ring_environment(links: Iterable[Mapping[str, Any]], host: str, default_route: Sequence[str]) -> dict[str, str]:
-    """NCCL's variables for a ring. Ranks meet over the management network, because no rail reaches all of them."""
-    managing = [str(link["ifname"]) for link in links if any(a.split("/")[0] == host for a in ipv4_addresses(link))]
-    interface = next(iter([*managing, *default_route]), "")
-    found = {"NCCL_IB_MERGE_NICS": "0", "NCCL_NET_PLUGIN": "none", "NCCL_IB_SUBNET_AWARE_ROUTING": "1"}
-    return found | ({"NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {})
+def ring_meeting(links: Iterable[Mapping[str, Any]], host: str, default_route: Sequence[str]) -> dict[str, str]:
+    """Where ranks of a ring meet, because no rail reaches all of them: the management address of this node.
+
+    It is `host` where that is an address here, else the one of the default route. Raises FabricError without either.
+    """
+    here = {a.split("/")[0]: str(link["ifname"]) for link in links for a in ipv4_addresses(link)}
+    routed = [address for interface in default_route for address, netdev in here.items() if netdev == interface]
+    address = host if host in here else next(iter(routed), "")
+    if not address:
+        raise FabricError(
+            "ranks of a ring meet over the management network, but no interface has "
+            f"{host or 'a default route'}: write the node's IPv4 address as its ansible_host"
+        )
+    return {"address": address, "netdev": here[address]}
 
 
 def read_fabric(
@@ -483,7 +498,8 @@ def read_fabric(
         rails = ring_rails(cages, plans, rank, names, default_route, probe)
     else:
         rails = make_rails(cages[chosen], plans, rank, nodes)
-    host = next(iter(hosts[rank : rank + 1]), "")
+    first = {"address": rails[0].addresses_by_rank[rank], "netdev": rails[0].netdev}
+    meeting = ring_meeting(links, next(iter(hosts[rank : rank + 1]), ""), default_route) if ring else first
     foreign = {rail.netdev: tuple(a for a in rail.addresses if a != rail.address) for rail in rails}
     return Fabric(
         cage=chosen,
@@ -492,5 +508,6 @@ def read_fabric(
         default_route_interfaces=default_route,
         problems=tuple(degraded(port for twins in cages.values() for port in twins if port.netdev in used)),
         foreign_addresses={netdev: addresses for netdev, addresses in foreign.items() if addresses},
-        environment=ring_environment(links, host, default_route) if ring else {},
+        environment=RING_ENVIRONMENT if ring else {},
+        meeting=meeting,
     )

@@ -58,8 +58,13 @@ def with_block(text: str, block: str) -> str:
     return f"{text}\n{block}" if text and block and not text.endswith("\n") else text + block
 
 
-def firewall_text(rails: Sequence[Mapping[str, Any]], rank: int, ports: Iterable[int]) -> str:
+def firewall_text(
+    rails: Sequence[Mapping[str, Any]], rank: int, ports: Iterable[int], meeting: Sequence[str] = ()
+) -> str:
     """The nftables file of a node: peers over their rail pass, everybody else is kept from the pair's own ports.
+
+    `meeting` are the addresses by rank at which ranks meet where no rail reaches all of them: peers may ask the
+    ports from there too.
 
     vLLM, Gloo and NCCL open random ports on the fabric address, without authentication; the rendezvous store
     listens on all addresses. The kernel answers for any of its addresses on any interface, so that an address
@@ -70,6 +75,7 @@ def firewall_text(rails: Sequence[Mapping[str, Any]], rank: int, ports: Iterable
         for rail in rails
         if (peers := [a for other, a in enumerate(rail["addresses_by_rank"]) if a and other != rank])
     ]
+    others = ", ".join(address for other, address in enumerate(meeting) if other != rank)
     own = ", ".join(rail["addresses_by_rank"][rank] for rail in rails)
     closed = ", ".join(str(port) for port in sorted(set(ports)))
     lines = [
@@ -82,6 +88,7 @@ def firewall_text(rails: Sequence[Mapping[str, Any]], rank: int, ports: Iterable
         '    iifname "lo" accept',
         *accept,
         f"    ip daddr {{ {own} }} drop",
+        *([f"    ip saddr {{ {others} }} tcp dport {{ {closed} }} accept"] if closed and others else []),
         *([f"    tcp dport {{ {closed} }} drop"] if closed else []),
         "  }",
         "}",

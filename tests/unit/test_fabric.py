@@ -357,7 +357,7 @@ def test_asking_for_the_other_cage_is_not_hindered_by_our_own_addresses(node):
         node(ports, routes=ours, cage="p1", rank=1)
 
 
-RING = {"ring": True, "names": ("a", "b", "c"), "subnet": "192.168.176.0/21", "hosts": ("10.77.0.1", "10.77.0.2", "")}
+RING = {"ring": True, "names": ("a", "b", "c"), "subnet": "192.168.176.0/21", "hosts": ("10.77.0.1",) * 3}
 
 
 def ring_ports():
@@ -383,16 +383,24 @@ def test_a_ring_has_two_networks_for_each_cable(node, rank, networks, peers):
     assert len({rail.rail for rail in fabric.rails}) == 4
 
 
-def test_a_ring_brings_nccls_variables_and_meets_over_the_management_network(node):
+def test_a_ring_brings_nccls_variables(node):
     assert node(ring_ports(), **RING).environment == {
         "NCCL_IB_MERGE_NICS": "0",
         "NCCL_NET_PLUGIN": "none",
         "NCCL_IB_SUBNET_AWARE_ROUTING": "1",
-        "NCCL_SOCKET_IFNAME": "=enP7s7",
     }
-    routed = node(ring_ports(), rank=2, routes=[{"dst": "default", "dev": "wlP9s9"}], **RING)
-    assert routed.environment["NCCL_SOCKET_IFNAME"] == "=wlP9s9"
-    assert node(spark_ports(0)).environment == {}
+    pair = node(spark_ports(1), rank=1)
+    assert pair.environment == {} and pair.meeting == {"address": "192.168.176.2", "netdev": "enp1s0f0np0"}
+
+
+def test_a_ring_meets_over_the_management_network(node):
+    wifi = {"ifname": "wlP9s9", "addr_info": [{"family": "inet", "local": "10.9.0.3", "prefixlen": 24}]}
+    routes = [{"dst": "default", "dev": "wlP9s9"}]
+    assert node(ring_ports(), **RING).meeting == {"address": "10.77.0.1", "netdev": "enP7s7"}
+    named = node(ring_ports(), [wifi], routes, rank=2, **(RING | {"hosts": ("a", "b", "spark-c.local")}))
+    assert named.meeting == {"address": "10.9.0.3", "netdev": "wlP9s9"}
+    with pytest.raises(FabricError, match=r"no interface has spark-c\.local: write the node's IPv4 address"):
+        node(ring_ports(), rank=2, **(RING | {"hosts": ("a", "b", "spark-c.local")}))
 
 
 def test_a_ring_that_cannot_be_is_refused(node):

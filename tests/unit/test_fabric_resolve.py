@@ -33,7 +33,7 @@ from sparkpair_rank.processes import NOISE, find_cause
 from lab.simulated_rdma import gid_of_ipv4, spark_ports, write, write_hca
 
 A = ("192.168.176.1", "192.168.177.1")
-PLAN = Plan(addresses=A, subnet="192.168.176.0/23", wait_seconds=0)
+PLAN = Plan(addresses=A, host=A[0], subnet="192.168.176.0/23", wait_seconds=0)
 
 
 def addresses(cage="0"):
@@ -95,7 +95,7 @@ def test_devices_come_in_the_order_of_the_rails_whatever_the_order_of_the_tree(t
     devices = tree(list(reversed(spark_ports(0))), known)
     assert resolve.resolve(PLAN, known, devices)["NCCL_IB_HCA"] == "=rocep1s0f0:1,roceP2p1s0f0:1"
     assert resolve.resolve(PLAN, known, devices[::-1])["NCCL_IB_HCA"] == "=rocep1s0f0:1,roceP2p1s0f0:1"
-    swapped = replace(PLAN, addresses=A[::-1])
+    swapped = replace(PLAN, addresses=A[::-1], host=A[1])
     assert resolve.resolve(swapped, known, devices)["NCCL_IB_HCA"] == "=roceP2p1s0f0:1,rocep1s0f0:1"
 
 
@@ -243,8 +243,11 @@ def test_the_file_has_no_empty_variable_and_quotes_for_systemd():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", '{"addresses": [], "subnet": "192.168.176.0/23"}', '{"addresses": ["x"], "subnet": "1.0.0.0/8"}',
-     '{"addresses": ["1.0.0.1"], "subnet": "1.0.0.0/8", "unknown": 1}', '{"addresses": ["1.0.0.1"], "subnet": "x"}'],
+    ["", "[]", "{}", '{"addresses": [], "host": "1.0.0.1", "subnet": "192.168.176.0/23"}',
+     '{"addresses": ["x"], "host": "1.0.0.1", "subnet": "1.0.0.0/8"}',
+     '{"addresses": ["1.0.0.1"], "subnet": "1.0.0.0/8"}',
+     '{"addresses": ["1.0.0.1"], "host": "1.0.0.1", "subnet": "1.0.0.0/8", "unknown": 1}',
+     '{"addresses": ["1.0.0.1"], "host": "1.0.0.1", "subnet": "x"}'],
 )  # fmt: skip
 def test_a_plan_that_cannot_be_read_is_refused(text):
     with pytest.raises(ResolveError) as error:
@@ -265,7 +268,13 @@ def test_the_program_becomes_the_command_with_what_it_found_or_leaves_the_old_fi
     (commands / "ip").chmod(0o755)
     plan, output = tmp_path / "plan.json", tmp_path / "fabric.env"
     output.write_text("OLD=1\n")
-    settings = {"addresses": A, "subnet": "192.168.176.0/23", "wait_seconds": 0, "sysfs_root": str(tmp_path)}
+    settings = {
+        "addresses": A,
+        "host": A[0],
+        "subnet": "192.168.176.0/23",
+        "wait_seconds": 0,
+        "sysfs_root": str(tmp_path),
+    }
     plan.write_text(json.dumps({**settings, "environment": {"NCCL_IB_MERGE_NICS": "0"}}))
     done = subprocess.run(
         [sys.executable, "-I", resolve.__file__, plan, output, "sh", "-c", "echo $KEPT $NCCL_IB_HCA; exit 7"],
