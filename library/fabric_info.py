@@ -49,6 +49,7 @@ rails:
   elements: dict
   returned: always
 meeting: {description: Address and netdev at which all ranks reach this one., type: dict, returned: always}
+vendor: {description: Vendor of the board; OEM units differ from NVIDIA's own in firmware., type: str, returned: always}
 environment: {description: NCCL's variables for this topology., type: dict, returned: always}
 cages: {description: All ports of the adapter by cage., type: dict, returned: always}
 default_route_interfaces: {description: Interfaces of default routes., type: list, returned: always}

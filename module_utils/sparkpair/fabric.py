@@ -28,6 +28,9 @@ FULL_SPEED = 200_000
 FULL_WIDTH = 4
 """PCIe lanes of each function; firmware from before April 2026 brings one of them up with 2."""
 
+FOUNDERS = "NVIDIA"
+"""Board vendor of NVIDIA's own units in DMI. OEM units have the same ports and names, and get firmware later."""
+
 FULL_PCIE = "32.0 GT/s"
 """PCIe speed of each function, as sysfs begins it (Gen5)."""
 
@@ -113,7 +116,7 @@ class Fabric:
 
     `environment` are the variables that NCCL needs for this topology, none for a pair or a switch. `meeting` is the
     address, without prefix, at which all ranks reach this one, and its interface: rail 0's, in a ring the management
-    network's.
+    network's. `vendor` is the board's in DMI, empty when unknown.
     """
 
     cage: str
@@ -124,6 +127,7 @@ class Fabric:
     foreign_addresses: dict[str, tuple[str, ...]]
     environment: dict[str, str]
     meeting: dict[str, str]
+    vendor: str
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for `exit_json`."""
@@ -336,9 +340,10 @@ def peer_addresses(subnet: str, rank: int, names: Sequence[str], hosts: Sequence
     return found
 
 
-def degraded(twins: Iterable[Port]) -> list[str]:
-    """What makes the chosen twins slow although they have a link, with the remedy."""
+def degraded(twins: Iterable[Port], vendor: str = FOUNDERS) -> list[str]:
+    """What makes the chosen twins slow although they have a link, with the remedy for a unit of `vendor`."""
     found = []
+    oem = f", or the update from {vendor}, whose units get it later" if vendor not in ("", FOUNDERS) else ""
     for port in twins:
         if port.speed is not None and port.speed < FULL_SPEED:
             found.append(
@@ -348,7 +353,7 @@ def degraded(twins: Iterable[Port]) -> list[str]:
         if port.link_width is not None and port.link_width < FULL_WIDTH:
             found.append(
                 f"{port.netdev} has {port.link_width} PCIe lanes instead of {FULL_WIDTH}: "
-                "update the firmware (fwupdmgr update) and restart the node"
+                f"update the firmware (fwupdmgr update{oem}) and restart the node"
             )
         if port.link_speed is not None and not port.link_speed.startswith(FULL_PCIE):
             found.append(
@@ -498,6 +503,7 @@ def read_fabric(
         rails = ring_rails(cages, plans, rank, names, default_route, probe)
     else:
         rails = make_rails(cages[chosen], plans, rank, nodes)
+    vendor = attribute(sysfs_root / "class/dmi/id/board_vendor") or ""
     first = {"address": rails[0].addresses_by_rank[rank], "netdev": rails[0].netdev}
     meeting = ring_meeting(links, next(iter(hosts[rank : rank + 1]), ""), default_route) if ring else first
     foreign = {rail.netdev: tuple(a for a in rail.addresses if a != rail.address) for rail in rails}
@@ -506,8 +512,9 @@ def read_fabric(
         rails=rails,
         cages=cages,
         default_route_interfaces=default_route,
-        problems=tuple(degraded(port for twins in cages.values() for port in twins if port.netdev in used)),
+        problems=tuple(degraded((port for twins in cages.values() for port in twins if port.netdev in used), vendor)),
         foreign_addresses={netdev: addresses for netdev, addresses in foreign.items() if addresses},
         environment=RING_ENVIRONMENT if ring else {},
         meeting=meeting,
+        vendor=vendor,
     )

@@ -128,25 +128,11 @@ def test_different_cages_on_the_two_nodes_give_each_its_own_names(tmp_path):  # 
     ]
 
 
-def test_two_pcie_lanes_are_a_firmware_problem(node):  # S7
-    fabric = node(change(spark_ports(0), enP2p1s0f0np0={"link_width": "2"}))
-    assert fabric.problems == (
-        "enP2p1s0f0np0 has 2 PCIe lanes instead of 4: update the firmware (fwupdmgr update) and restart the node",
-    )
-
-
 def test_a_slow_pcie_link_is_told(node, tmp_path):
     node(spark_ports(0))
     write(tmp_path / "0/devices/0002:01:00.0/current_link_speed", "16.0 GT/s PCIe")
     fabric = read_fabric(tmp_path / "0", [MANAGEMENT], [], subnet=SUBNET, rank=0, names=NAMES)
     assert fabric.problems[0].startswith("enP2p1s0f0np0 has a PCIe link of 16.0 GT/s PCIe instead of 32.0 GT/s")
-
-
-def test_half_speed_is_a_switch_problem(node):  # S8
-    slow = {"speed": "100000"}
-    fabric = node(change(spark_ports(0), enp1s0f0np0=slow, enP2p1s0f0np0=slow))
-    assert len(fabric.problems) == 2
-    assert "autonegotiation off" in fabric.problems[0]
 
 
 def test_mtu_is_read_per_rail(node):  # S9: that the ends agree is for the ping to show
