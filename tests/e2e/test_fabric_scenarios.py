@@ -199,6 +199,7 @@ def test_a_leftover_networkmanager_profile_is_taken_over_and_comes_back():
     output = words(fabric())
     assert "the NetworkManager profile 'leftover' on enp1s0f0np0 is taken over" in output
     assert "netplan-enp1s0f0np0" in root("spark-a", "nmcli -t -f NAME connection show --active")
+    assert all("fe80" not in ip("spark-a", "-6", "address", "show", "dev", rail) for rail in RAILS)
     assert changed(fabric()) == {0}
     fabric("-e", "fabric_state=absent")
     assert {node: picture(node) for node in NODES} == before
