@@ -14,6 +14,9 @@ mixes the rails. No IPv6: NetworkManager of netplan 0.106 leaves a link-local ad
 TABLE = "sparkpair"
 """Our nftables table, family inet; no other table is touched."""
 
+EPHEMERAL = "32768-60999"
+"""Where vLLM, Gloo and NCCL listen when nobody names a port: the kernel's default net.ipv4.ip_local_port_range."""
+
 FIREWALL_UNIT = "sparkpair-fabric.service"
 
 BEGIN, END = "# BEGIN sparkpair fabric", "# END sparkpair fabric"
@@ -65,8 +68,8 @@ def firewall_text(
 ) -> str:
     """The nftables file of a node: peers over their rail pass, everybody else is kept from the pair's own ports.
 
-    `meeting` are the addresses by rank at which ranks meet where no rail reaches all of them: peers may ask the
-    ports from there too.
+    `meeting` are the addresses by rank at which ranks meet where no rail reaches all of them: there peers may ask the
+    ports and `EPHEMERAL` ones, and others may open no connection to those.
 
     vLLM, Gloo and NCCL open random ports on the fabric address, without authentication; the rendezvous store
     listens on all addresses. The kernel answers for any of its addresses on any interface, so that an address
@@ -90,7 +93,7 @@ def firewall_text(
         '    iifname "lo" accept',
         *accept,
         f"    ip daddr {{ {own} }} drop",
-        *([f"    ip saddr {{ {others} }} tcp dport {{ {closed} }} accept"] if closed and others else []),
+        *([f"    ip saddr {{ {others} }} accept", f"    tcp dport {EPHEMERAL} ct state new drop"] if others else []),
         *([f"    tcp dport {{ {closed} }} drop"] if closed else []),
         "  }",
         "}",

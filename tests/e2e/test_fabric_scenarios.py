@@ -45,12 +45,12 @@ def untouched():
     assert {node: picture(node) for node in NODES} == before
 
 
-LISTEN = "import socket; s = socket.create_server(('', 25000)); [s.accept() for _ in range(9)]"
+LISTEN = "import socket; s = socket.create_server(('', {})); [s.accept() for _ in range(9)]"
 
 
 def test_a_converged_run_is_short_and_the_firewall_lets_the_peer_in_alone(untouched):
     assert changed(fabric()) == {1}
-    root("spark-a", f'nohup timeout 20 python3 -c "{LISTEN}" >/dev/null 2>&1 & sleep 0.5')
+    root("spark-a", f'nohup timeout 20 python3 -c "{LISTEN.format(25000)}" >/dev/null 2>&1 & sleep 0.5')
     connect = "timeout 2 bash -c '</dev/tcp/{}/25000' && echo open || echo closed"
     found = {a: root("spark-b", connect.format(a)).strip() for a in ("192.168.176.1", "spark-a-rail1", "10.77.0.1")}
     assert found == {"192.168.176.1": "open", "spark-a-rail1": "open", "10.77.0.1": "closed"}
@@ -220,7 +220,7 @@ def three(tmp_path, request):
         del os.environ["LAB_NODES"], os.environ["LAB_RING"]
 
 
-CONNECT_FROM = "python3 -c \"import socket; socket.create_connection(('10.77.0.1', 25000), 2, ('{}', 0))\" \
+CONNECT_FROM = "python3 -c \"import socket; socket.create_connection(('10.77.0.1', {}), 2, ('{}', 0))\" \
 2>/dev/null && echo open || echo closed"
 JUMBO = "ping -c 1 -W 1 -M do -s 8972 {} >/dev/null && echo {}"
 
@@ -256,10 +256,11 @@ def test_three_nodes_in_a_ring(three):
         assert address in root("spark-c", JUMBO.format(address, address))
     # No rail reaches all ranks: they meet over the management network, where nobody else may ask.
     assert meet(three, *ring) == "; ".join(f"10.77.0.{host} enP7s7" for host in (1, 2, 3))
-    root("spark-a", f'nohup timeout 20 python3 -c "{LISTEN}" >/dev/null 2>&1 & sleep 0.5')
     root("spark-b", "ip address add 10.77.0.9/24 dev enP7s7")
-    found = {source: root("spark-b", CONNECT_FROM.format(source)) for source in ("10.77.0.2", "10.77.0.9")}
-    assert found == {"10.77.0.2": "open\n", "10.77.0.9": "closed\n"}
+    for port in (25000, 40000):
+        root("spark-a", f'nohup timeout 20 python3 -c "{LISTEN.format(port)}" >/dev/null 2>&1 & sleep 0.5')
+        found = {source: root("spark-b", CONNECT_FROM.format(port, source)) for source in ("10.77.0.2", "10.77.0.9")}
+        assert found == {"10.77.0.2": "open\n", "10.77.0.9": "closed\n"}, port
     root("spark-b", "ip address delete 10.77.0.9/24 dev enP7s7")
     run_three(three, *ring, "-e", "fabric_state=absent")
     swap_cages("spark-c")

@@ -531,8 +531,9 @@ def test_a_table_that_somebody_flushed_comes_back(config, network):
 def test_where_ranks_meet_off_the_rails_peers_alone_may_ask(config, network):
     ring = replace(config, rank=1, meeting=("10.77.0.1", "10.77.0.2", "10.77.0.3"))
     lines = [line.strip() for line in ring.firewall().splitlines()]
-    accept, drop = "ip saddr { 10.77.0.1, 10.77.0.3 } tcp dport { 29501 } accept", "tcp dport { 29501 } drop"
-    assert lines.index(accept) < lines.index(drop) and accept not in config.firewall()
+    accept, ephemeral = "ip saddr { 10.77.0.1, 10.77.0.3 } accept", "tcp dport 32768-60999 ct state new drop"
+    assert lines.index(accept) < lines.index(ephemeral) < lines.index("tcp dport { 29501 } drop")
+    assert accept not in config.firewall() and ephemeral not in config.firewall()
 
 
 def test_a_table_that_nft_cannot_load_is_refused_before_anything_changes(config, network):
