@@ -42,6 +42,7 @@ from ansible.module_utils.sparkpair.fabric_wanted import (
     mode_of,
     read_json,
     read_text,
+    ufw_unmet,
 )
 from ansible.module_utils.sparkpair.plan import check_mtu
 
@@ -189,6 +190,10 @@ def converge(config: Config, run: Run, check: bool, seconds: float = SETTLE_SECO
         f"fabric_state=absent brings it back from {config.origin}"
         for profile in wanted.profiles
         if profile_file(profile, config.root)
+    ]
+    said += [
+        f"ufw is active and has no rule for {address}, from where a rank of the ring comes: ufw allow from {address}"
+        for address in ufw_unmet(config)
     ]
     if wanted.changes:
         validate(config, wanted.files, run)

@@ -242,6 +242,14 @@ def ufw_missing(config: Config) -> list[str]:
     return [netdev for netdev in config.addresses if not ufw_allowed(rules, netdev)]
 
 
+def ufw_unmet(config: Config) -> list[str]:
+    """Addresses off the rails where ranks meet, and that no rule of an active ufw names."""
+    conf, rules = (read_text(config.inside(path)) for path in UFW)
+    if config.ports is None or not ufw_enabled(conf):
+        return []
+    return [a for rank, a in enumerate(config.meeting) if rank != config.rank and f" {a} " not in rules]
+
+
 def foreign_plans(config: Config) -> list[str]:
     """Netplan files that speak of a rail and are neither ours nor NetworkManager's own."""
     found = netplan_files(config.root, config.macs)

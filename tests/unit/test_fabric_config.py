@@ -515,6 +515,15 @@ def test_an_active_ufw_lets_both_rails_in_and_forgets_them_with_us(config, netwo
     assert "ufw delete allow in on enp1s0f0np0" not in network.calls
 
 
+def test_an_active_ufw_that_shuts_out_a_rank_of_a_ring_is_named(config, network):
+    (config.root / "etc/ufw").mkdir()
+    (config.root / "etc/ufw/ufw.conf").write_text("ENABLED=yes\n")
+    (config.root / "etc/ufw/user.rules").write_text("### tuple ### allow any any 0.0.0.0/0 any 10.77.0.3 in\n")
+    ring = replace(config, rank=1, meeting=("10.77.0.1", "10.77.0.2", "10.77.0.3"))
+    (said,) = converge(ring, network, check=True).said
+    assert "no rule for 10.77.0.1" in said and said.endswith("ufw allow from 10.77.0.1")
+
+
 def test_a_sleeping_ufw_is_left_alone(config, network):
     (config.root / "etc/ufw").mkdir()
     (config.root / "etc/ufw/ufw.conf").write_text("ENABLED=no\n")
