@@ -152,6 +152,11 @@ def test_link_on_one_twin_only(node):
     assert "cage p1" not in str(refusal.value)
 
 
+def test_a_port_of_another_adapter_is_no_twin(node):
+    with pytest.raises(FabricError, match="cage p0 .* joins two adapters"):
+        node(change(spark_ports(0), enP2p1s0f0np0={"switch_id": "4cbb47999999"}))
+
+
 def test_a_twin_that_is_missing(node):
     with pytest.raises(FabricError, match="only one of its two twins"):
         node([port for port in spark_ports(0) if port.netdev != "enP2p1s0f0np0"])
