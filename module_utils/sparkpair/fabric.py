@@ -264,9 +264,7 @@ def unusable(cage: str, twins: Sequence[Port], default_route: Iterable[str]) -> 
     if len(twins) > RAILS:
         return f"cage {here} has {len(twins)} interfaces instead of {RAILS}: rename or remove what is not a twin"
     if len({port.switch_id for port in twins} - {None}) > 1:
-        return (
-            f"cage {here} joins two adapters, which phys_switch_id tells apart: remove the one that is not the Spark's"
-        )
+        return f"cage {here} joins two adapters (phys_switch_id): remove the one that is not the Spark's"
     if linked and len(twins) < RAILS:
         return (
             f"cage {here} shows only one of its two twins: the other PCI function is missing, "

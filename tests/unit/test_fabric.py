@@ -153,7 +153,7 @@ def test_link_on_one_twin_only(node):
 
 
 def test_a_port_of_another_adapter_is_no_twin(node):
-    with pytest.raises(FabricError, match="cage p0 .* joins two adapters"):
+    with pytest.raises(FabricError, match=r"cage p0 .* joins two adapters"):
         node(change(spark_ports(0), enP2p1s0f0np0={"switch_id": "4cbb47999999"}))
 
 
