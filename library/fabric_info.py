@@ -55,11 +55,13 @@ cages: {description: All ports of the adapter by cage., type: dict, returned: al
 default_route_interfaces: {description: Interfaces of default routes., type: list, returned: always}
 problems: {description: What makes the rails slow., type: list, returned: always}
 managers: {description: Who manages each rail (netplan NetworkManager networkd)., type: dict, returned: success}
+renderer: {description: Renderer of plans that name none; empty for networkd., type: str, returned: success}
 foreign_addresses: {description: Addresses on rails that are not of the plan., type: dict, returned: always}
 """
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.sparkpair.fabric_reader import read_node
+from ansible.module_utils.sparkpair.facts import tolerant
 
 
 def main() -> None:
@@ -80,7 +82,7 @@ def main() -> None:
     )
     prefix = f"{module.params['node']}: " if module.params["node"] else ""
     try:
-        found = read_node(module.params, module.run_command)
+        found = read_node(module.params, tolerant(module.run_command))
     except ValueError as error:
         module.fail_json(msg=f"{prefix}{error}")
     if found["problems"] and not module.params["allow_degraded"]:

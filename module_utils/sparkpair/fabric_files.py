@@ -6,10 +6,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-SETTINGS = {"ipv4.conf.{}.arp_ignore": "1", "ipv4.conf.{}.arp_announce": "2", "ipv6.conf.{}.disable_ipv6": "1"}
-"""Kernel settings of a rail. Twins share one cable: each must answer (1) and ask (2) for its own address only, or ARP
-mixes the rails. No IPv6: NetworkManager of netplan 0.106 leaves a link-local address where the plan says none.
-"""
+ARP_SETTINGS = {"arp_ignore": "1", "arp_announce": "2"}
+"""Twins share one cable: each must answer (1) and ask (2) for its own address only, or ARP mixes the rails."""
 
 TABLE = "sparkpair"
 """Our nftables table, family inet; no other table is touched."""
@@ -27,9 +25,9 @@ _BLOCK = re.compile(rf"^{BEGIN}\n.*?^{END}\n?", re.MULTILINE | re.DOTALL)
 
 
 def sysctl_text(netdevs: Iterable[str]) -> str:
-    """The file that makes `SETTINGS` for each interface at boot."""
+    """The file that sets `ARP_SETTINGS` for each interface at boot."""
     lines = ["# Managed by sparkpair. The twins of a cage share one cable: each answers for its own address only."]
-    lines += [f"net.{name.format(netdev)} = {value}" for netdev in netdevs for name, value in SETTINGS.items()]
+    lines += [f"net.ipv4.conf.{netdev}.{name} = {value}" for netdev in netdevs for name, value in ARP_SETTINGS.items()]
     return "\n".join(lines) + "\n"
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 from ansible.module_utils.sparkpair.fabric import FabricError
 from ansible.module_utils.sparkpair.fabric_files import (
+    ARP_SETTINGS,
     FIREWALL_UNIT,
-    SETTINGS,
     TABLE,
     find_block,
     firewall_text,
@@ -115,13 +115,12 @@ class Config:
         return found
 
     def settings(self) -> dict[Path, str]:
-        """Kernel settings below /proc/sys that this kernel has, which may be without IPv6: file -> value."""
-        wanted = {
-            Path("/proc/sys/net", *(part.format(netdev) for part in name.split("."))): value
+        """Kernel settings below /proc/sys: file -> value."""
+        return {
+            Path("/proc/sys/net/ipv4/conf") / netdev / name: value
             for netdev in self.addresses
-            for name, value in SETTINGS.items()
+            for name, value in ARP_SETTINGS.items()
         }
-        return {path: value for path, value in wanted.items() if self.inside(path).exists()}
 
 
 @dataclass

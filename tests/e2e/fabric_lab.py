@@ -25,8 +25,7 @@ done
 nft list ruleset
 for rail in enp1s0f0np0 enP2p1s0f0np0; do
   ip -4 -br address show dev $rail | tr -d ' '
-  cat /sys/class/net/$rail/mtu /proc/sys/net/ipv4/conf/$rail/arp_ignore \
-    /proc/sys/net/ipv4/conf/$rail/arp_announce /proc/sys/net/ipv6/conf/$rail/disable_ipv6
+  cat /sys/class/net/$rail/mtu /proc/sys/net/ipv4/conf/$rail/arp_ignore /proc/sys/net/ipv4/conf/$rail/arp_announce
 done
 """
 """Everything that the fabric may touch on a node."""

@@ -14,6 +14,7 @@ from ansible.module_utils.sparkpair.fabric import (
     read_fabric,
     read_ports,
 )
+from ansible.module_utils.sparkpair.fabric_reader import read_renderer
 from ansible.module_utils.sparkpair.plan import PlanError
 
 from lab.simulated_rdma import spark_ports, write, write_hca, write_netdev
@@ -206,6 +207,14 @@ def test_peers_are_asked_for_by_every_address():
         "a": ["192.168.176.1", "192.168.177.1", "10.77.0.1"],
         "c": ["192.168.176.3", "192.168.177.3", "c.local"],
     }
+
+
+@pytest.mark.parametrize(
+    ("answer", "renderer"),
+    [((0, "NetworkManager\n", ""), "NetworkManager"), ((0, "null\n", ""), ""), ((127, "", "not found"), "")],
+)
+def test_the_renderer_is_what_netplan_says(answer, renderer):
+    assert read_renderer(lambda command: answer) == renderer
 
 
 def test_an_arp_probe_is_a_request_without_an_address_and_its_reply_is_read():
