@@ -287,6 +287,7 @@ def _build(plan: Plan, steps: Steps) -> dict[str, Any]:
             "--python", str(python), "--require-hashes", "--no-build",
             "--link-mode", "hardlink", "--compile-bytecode", str(requirements),
         ])  # fmt: skip
+    forget_wheels(plan.partial)
     steps.say("4/4 proof: import vLLM")
     proof = steps.run([str(python), "-I", "-c", _PROOF])
     line = next((line for line in reversed(proof.splitlines()) if line.startswith("PROOF ")), "PROOF {}")
@@ -302,6 +303,15 @@ def _build(plan: Plan, steps: Steps) -> dict[str, Any]:
     manifest["files"], manifest["content"] = record(plan.partial)
     (plan.partial / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return manifest
+
+
+def forget_wheels(env: Path) -> None:
+    """Remove what uv noted of the wheels' files: their times differ between nodes, and so would the environments."""
+    for note in env.glob("lib/*/site-packages/*.dist-info/uv_cache.json"):
+        listing = note.with_name("RECORD")
+        lines = listing.read_text(encoding="utf-8").splitlines(keepends=True)
+        listing.write_text("".join(line for line in lines if "/uv_cache.json," not in line), encoding="utf-8")
+        note.unlink()
 
 
 def require_space(plan: Plan) -> None:

@@ -177,6 +177,16 @@ def test_killed_at_random_points_it_is_never_a_half_environment_and_the_next_run
     assert found["old"]
 
 
+def test_two_nodes_that_got_the_wheels_at_different_times_have_the_same_contents(node, house, tmp_path):
+    _, locks, pin = house
+    first = env.read_manifest(node / "envs" / env.current_name(node))
+    other = tmp_path / "other"
+    plan = env_task.make_plan(wish(other, locks[0], pin))
+    shutil.copytree(env_task.make_plan(wish(node, locks[0], pin)).wheels.path, plan.wheels.path)
+    second = env_task.run(wish(other, locks[0], pin), False, print)["manifest"]
+    assert first == second
+
+
 def test_the_installer_alone_killed_is_a_failure_that_leaves_what_runs(node, house, head):
     _, locks, pin = house
     plan = env_task.make_plan(wish(node, locks[1], pin))
