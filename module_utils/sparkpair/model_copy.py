@@ -363,6 +363,8 @@ def _piece(source: Source, file: File, number: int, index: int, descriptor: int,
         try:
             problem = "its sha256 differs"
             if _fetch(source, number, start, end, descriptor) == file.pieces[index]:
+                # Or the kernel keeps gigabytes back, and the disk idles until the network is done.
+                os.fdatasync(descriptor)
                 meter.add(end - start, fetched=True)
                 return
         except (OSError, http.client.HTTPException) as error:
