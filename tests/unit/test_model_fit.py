@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
+import model_fit
 import pytest
 from ansible.module_utils.sparkpair.model_fit import BESIDE, GIB, UnknownError, cache, facts, judge, tokens
+from ansible.module_utils.testing import patch_module_args
 
 from lab import tiny_model
 
@@ -144,3 +148,38 @@ def test_memory_that_others_hold_is_warned_of():
     verdict = judge("spark-a", SPARK, BESIDE, 8 * GIB, facts(LLAMA_8B), {"max-model-len": 4096}, 2)
     assert verdict.fits is True
     assert verdict.short.startswith("spark-a: 5.6 GiB of memory are available now, a rank takes 9.8 GiB")
+
+
+def fit(root, capsys, **changes):
+    """What the module answers."""
+    arguments = {
+        "node": "spark-b", "root": str(root), "name": "m", "revision": "r", "size": 8 * GIB, "weights": 8 * GIB,
+        "config": facts(LLAMA_8B), "engine": {"max-model-len": 4096}, "ranks": 8,
+    }  # fmt: skip
+    with patch_module_args(arguments | changes), pytest.raises(SystemExit):
+        model_fit.main()
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_module_refuses_a_disk_that_is_too_small_before_the_memory_is_judged(tmp_path, capsys):
+    answer = fit(tmp_path / "models", capsys, size=1 << 60)
+    assert answer["failed"]
+    assert answer["msg"].startswith("spark-b: found ") and "GB free for" in answer["msg"] and "df -h" in answer["msg"]
+    assert not (tmp_path / "models").exists()
+
+
+def test_the_module_counts_what_is_there_already(tmp_path, capsys, monkeypatch):
+    partial = tmp_path / "m" / ".partial-r"
+    partial.mkdir(parents=True)
+    (partial / "model.safetensors").write_bytes(bytes(100_000))
+    monkeypatch.setattr(
+        model_fit, "require_space", lambda root, size: pytest.fail(str(size)) if size != 50_000 else None
+    )
+    assert not fit(tmp_path, capsys, size=150_000).get("failed")
+
+
+@pytest.mark.parametrize("memory_check", [True, False])
+def test_the_module_refuses_what_does_not_fit_unless_told_otherwise(tmp_path, capsys, memory_check):
+    answer = fit(tmp_path, capsys, size=0, weights=1 << 60, memory_check=memory_check)
+    assert bool(answer.get("failed")) == memory_check
+    assert not memory_check or "-e model_memory_check=false skips this check" in answer["msg"]
