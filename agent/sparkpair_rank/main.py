@@ -20,6 +20,7 @@ from typing import Any
 
 from sparkpair_rank import core, probes
 from sparkpair_rank.digests import digest_files, read_digests, read_nccl
+from sparkpair_rank.guard import DRAINING
 from sparkpair_rank.link import Links
 from sparkpair_rank.processes import TERM_S, Group, process_state
 from sparkpair_rank.report import Journal, Systemd, own_cost, prometheus
@@ -82,6 +83,7 @@ class Shell:
         self.sent: Any = None
         self.sent_at = self.looked_at = self.pinged_at = self.digested_at = -1e9
         self.digests: dict[str, str] = {}
+        self.draining = self.control.with_name("draining")
         self.hold = ""
         self.done = False
 
@@ -122,7 +124,9 @@ class Shell:
             self.say(f"cannot keep the generation's number: {error}", 4)
         environment = {name: value for name, value in os.environ.items() if name not in PRIVATE}
         environment["SPARKPAIR_GENERATION"] = str(generation)
+        self.draining.unlink(missing_ok=True)
         if self.rank == 0:
+            environment[DRAINING] = str(self.draining)
             folders = [str(Path(__file__).resolve().parents[1]), environment.get("PYTHONPATH", "")]
             environment["PYTHONPATH"] = ":".join(filter(None, folders))
         else:
@@ -198,6 +202,7 @@ class Shell:
             return
         if not self.group.kill_all() or not self.group.reap():
             return
+        self.group.clear_shared()
         self._output(0)
         if self.group.pipe >= 0:
             self.selector.unregister(self.group.pipe)
@@ -230,6 +235,9 @@ class Shell:
                     return core.Probed(generation, kind, answer, text)
 
                 self._in_thread(ask)
+            case core.Refuse():
+                with suppress(OSError):
+                    self.draining.touch()
             case core.ReadMetrics(generation):
                 if not self.reading_metrics:
                     self.reading_metrics, asked = True, time.monotonic()

@@ -110,6 +110,9 @@ def faults_of(nodes: Mapping[str, Node], wish: Wish) -> list[str]:
             found, expected = cell(nodes[name]), cell(nodes[first])
             if found != expected and not _unread(nodes[name]) and not _unread(nodes[first]):
                 faults.append(f"{name}: found {label} {found}, expected {expected} as on {first}: {site}")
+    for name in rest:
+        if (nodes[name].get("completion") or {}).get("failed"):
+            faults.append(f"{name}: {read_error(nodes[name]['completion'])}")
     answer = nodes[first].get("completion") or {}
     if not answer.get("skipped") and not _unread(nodes[first]) and (error := read_error(answer)):
         faults.append(f"{first}: {error}")
@@ -150,7 +153,7 @@ def _node_faults(node: Node, wish: Wish, site: str) -> list[str]:
     cap, expected = (part.get("scheduler") or {}).get("cap"), wish.variables.get("DSPARK_MAX_INFLIGHT_PREFILLS", "")
     if status == "patched" and cap is not None and str(cap) != expected:
         faults.append(f"found the cap {cap} in the running scheduler, expected {expected}: {site}")
-    if status == "patched" and node.get("completion") and not node["completion"].get("skipped") and cap is None:
+    if status == "patched" and (node.get("completion") or {}).get("completion") and cap is None:
         faults.append(f"found a running scheduler that did not log its cap, expected {expected}: {site}")
     return faults
 

@@ -70,6 +70,7 @@ def change(pair, name, path, value):
         ("spark-a", "rank_info/scheduler", None, "did not log its cap"),
         ("spark-a", "rank_info/scheduler/cap", 1, "cap 1"),
         ("spark-a", "completion", {"failed": True, "msg": "no answer within 5 s"}, "no answer"),
+        ("spark-b", "completion", {"failed": True, "msg": "/metrics from here: HTTP 200"}, "/metrics from here"),
     ],
 )
 def test_what_is_not_proven_is_named(pair, name, path, value, words):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ansible.module_utils.sparkpair import memory
 from conftest import ROOT
 from sparkpair_rank import core
 
@@ -170,13 +171,24 @@ def test_both_ranks_render_with_the_cap_and_their_own_addresses(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed here")
-def test_the_unit_is_hardened(tmp_path):
-    """At most 3.0 on systemd's scale; the unit says what is left open and why."""
-    unit = tmp_path / "sparkpair-rank.service"
-    unit.write_text(render(0, tmp_path)["sparkpair-rank.service"])
-    command = ["systemd-analyze", "security", "--offline=true", "--threshold=30", "--no-pager", str(unit)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_units_are_hardened(tmp_path):
+    """At most 3.0 on systemd's scale; each unit says what is left open and why."""
+    units = {"sparkpair-rank.service": render(0, tmp_path)["sparkpair-rank.service"]}
+    units |= {Path(name).name: text for name, text in memory.page_cache_units("root").items() if ".d/" not in name}
+    for name, text in units.items():
+        (tmp_path / name).write_text(text)
+    services = [str(tmp_path / name) for name in units if name.endswith(".service")]
+    for command in (
+        ["systemd-analyze", "security", "--offline=true", "--threshold=30", "--no-pager", *services],
+        ["systemd-analyze", "verify", "--man=no", str(tmp_path / "sparkpair-page-cache.socket")],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and len(services) == 2, done.stdout + done.stderr
+
+
+def test_tasks_with_secrets_show_nothing():
+    tasks = load(ROOT / "roles/serve/tasks/secrets.yml")
+    assert len(tasks) >= 5 and all(task.get("no_log") is True for task in tasks)
 
 
 def test_no_variable_of_the_service_is_empty(tmp_path):
