@@ -30,6 +30,7 @@ NOISE = re.compile(
 """What a rank says when it lost another one; the fault is elsewhere."""
 PERCENT = re.compile(r"(\d+)% Completed")
 STAGES = (
+    (re.compile(r"^sparkpair: waiting for the fabric"), "waiting for the fabric"),
     (re.compile(r"Start compiling|torch\.compile takes"), "compiling"),
     (re.compile(r"[Cc]aptur\w+ (CUDA|cuda) ?[Gg]raph"), "capturing graphs"),
     (re.compile(r"init_process_group|world_size=\d+ rank="), "joining the other ranks"),

@@ -43,7 +43,7 @@ _UNITS = {"Gb/sec": 1.0, "MB/sec": 8 * 1.048576 / 1000, "MiB/sec": 8 * 1.048576 
 class Measured:
     """One measurement. `rail` is "0", "1" or "all" (sum of all at once); `gbps` is None without a result.
 
-    `moved` are the counters that moved and should not have; `sent` the bytes that the RDMA port counted.
+    `sent` are the bytes that the RDMA port counted.
     """
 
     rail: str
@@ -51,7 +51,6 @@ class Measured:
     peer: str
     tool: str
     gbps: float | None
-    moved: Mapping[str, int]
     sent: int | None = None
     verdict: str = ""
     ok: bool = False
@@ -135,10 +134,30 @@ def hush(rails: Sequence[Mapping[str, Any]], run: Run) -> None:
     run(["systemctl", "stop", *(UNIT.format(rail=rail["rail"]) for rail in rails)])
 
 
-def counters(rail: Mapping[str, Any], sysfs_root: Path) -> dict[str, int]:
-    """Counters of a rail's RDMA port; those that it does not have are 0."""
-    folder = sysfs_root / "class/infiniband" / rail["hca"] / "ports/1/counters"
-    return {name: number(folder / name) or 0 for name in (*ERRORS, "port_xmit_data")}
+def counter(rail: Mapping[str, Any], name: str, sysfs_root: Path) -> int:
+    """A counter of a rail's RDMA port; 0 for one that it does not have."""
+    return number(sysfs_root / "class/infiniband" / rail["hca"] / "ports/1/counters" / name) or 0
+
+
+def errors(rails: Sequence[Mapping[str, Any]], sysfs_root: Path) -> dict[str, dict[str, int]]:
+    """`ERRORS` of each rail: hca -> counter -> count."""
+    return {rail["hca"]: {name: counter(rail, name, sysfs_root) for name in ERRORS} for rail in rails}
+
+
+def count(
+    node: str, rails: Sequence[Mapping[str, Any]], before: Mapping[str, Mapping[str, int]], sysfs_root: Path
+) -> list[Measured]:
+    """Rails of a node whose `ERRORS` moved since `before`: while it sent, and while its peers sent to it."""
+    found = []
+    now = errors(rails, sysfs_root)
+    for rail in rails:
+        old = before.get(rail["hca"], {})
+        moved = {name: value - old[name] for name, value in now[rail["hca"]].items() if value > old.get(name, value)}
+        if moved:
+            verdict = "errors on the link: " + ", ".join(f"{name} +{delta}" for name, delta in moved.items())
+            one = Measured(str(rail["rail"]), rail["netdev"], node, "counters", None)
+            found.append(replace(one, verdict=verdict, mend="reseat or replace the cable"))
+    return found
 
 
 def run_quietly(command: Sequence[str], seconds: float) -> str:
@@ -169,17 +188,15 @@ def measure(
     shared = [rail for rail in rails if rail["addresses_by_rank"][server]]
 
     def together(some: Sequence[Mapping[str, Any]]) -> list[Measured]:
-        before = [counters(rail, sysfs_root) for rail in some]
+        before = [counter(rail, "port_xmit_data", sysfs_root) for rail in some]
         commands = [tool(rdma, rail, rank, server, seconds, sysfs_root) for rail in some]
         with ThreadPoolExecutor() as pool:
             outputs = list(pool.map(lambda command: run_quietly(command, 5), commands))
         found = []
         for rail, old, output in zip(some, before, outputs, strict=True):
-            new = counters(rail, sysfs_root)
-            moved = {counter: new[counter] - old[counter] for counter in ERRORS if new[counter] > old[counter]}
             # The kernel counts 32-bit words.
-            sent = 4 * (new["port_xmit_data"] - old["port_xmit_data"]) if rdma else None
-            found.append(Measured(str(rail["rail"]), rail["netdev"], peer, name, parse(output), moved, sent))
+            sent = 4 * (counter(rail, "port_xmit_data", sysfs_root) - old) if rdma else None
+            found.append(Measured(str(rail["rail"]), rail["netdev"], peer, name, parse(output), sent))
         return found
 
     alone = [result for rail in shared for result in together([rail])]
@@ -187,10 +204,9 @@ def measure(
         return alone
     both = together(shared)
     total = None if any(one.gbps is None for one in both) else sum(one.gbps or 0.0 for one in both)
-    moved = {counter: delta for one in both for counter, delta in one.moved.items()}
     sent = sum(one.sent or 0 for one in both) if rdma else None
     netdevs = "+".join(one.netdev for one in both)
-    return [*alone, Measured("all", netdevs, peer, name, total, moved, sent)]
+    return [*alone, Measured("all", netdevs, peer, name, total, sent)]
 
 
 def judge(one: Measured, verdicts: Mapping[str, Sequence[Mapping[str, Any]]], seconds: int) -> Measured:
@@ -206,12 +222,7 @@ def judge(one: Measured, verdicts: Mapping[str, Sequence[Mapping[str, Any]]], se
         return replace(one, verdict="TCP fallback", ok=False, mend=mend)
     rows = verdicts["all" if one.rail == "all" else "one"]
     row = next(row for row in rows if one.gbps >= float(row["floor"]))
-    verdict, ok, mend = str(row["verdict"]), bool(row["ok"]), str(row.get("mend", ""))
-    if one.moved:
-        errors = ", ".join(f"{name} +{delta}" for name, delta in one.moved.items())
-        verdict, ok = f"{verdict}, but {errors}", False
-        mend = mend or "reseat or replace the cable"
-    return replace(one, verdict=verdict, ok=ok, mend=mend)
+    return replace(one, verdict=str(row["verdict"]), ok=bool(row["ok"]), mend=str(row.get("mend", "")))
 
 
 def line(one: Measured) -> str:

@@ -28,6 +28,9 @@ KEPT_LINES = 400
 FILES = ("/etc/nccl.conf", "/etc/sparkpair/rank.env", "/etc/sparkpair/fabric.nft")
 """Configuration files whose text is a fact."""
 
+RESOLVED = "run/sparkpair-rank/fabric.env"
+"""Variables that resolve.py chose for the generation that runs."""
+
 GPU_FIELDS = ("name", "driver_version", "power.draw", "utilization.gpu", "clocks.sm")
 # A driver that is stuck in the kernel lets nvidia-smi wait for ever.
 GPU_QUERY = ("timeout", "20", "nvidia-smi", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits")
@@ -268,7 +271,7 @@ def read_facts(
         "nccl": read_nccl(root, packages),
         "nics": read_nics(sysfs),
         "rank_unit": unit,
-        "rank_env": parse_keys(texts["/etc/sparkpair/rank.env"]),
+        "rank_env": parse_keys(texts["/etc/sparkpair/rank.env"] + read_text(root / RESOLVED)),
         "engine": [line for line in read_text(root / "etc/sparkpair/engine.yaml").splitlines() if ": " in line],
         "files": texts,
         "accepted": read_text(root / "var/lib/sparkpair/accepted").strip(),

@@ -47,7 +47,7 @@ OWNED_VARIABLES = {
     "DSPARK_MIXED_PREFILL_TOKENS": "serve_mixed_prefill_tokens",
     "DSPARK_PREFILL_POLICY": "serve_prefill_policy",
     "GLOO_SOCKET_IFNAME": "the fabric stage",
-    "NCCL_IB_HCA": "the fabric stage",
+    "NCCL_IB_HCA": "serve_hca",
     "NCCL_SOCKET_IFNAME": "the fabric stage",
     "SPARKPAIR_PAIR_DIGEST": "nothing: the role derives it",
     "PYTHONPATH": "nothing: the agent sets it",

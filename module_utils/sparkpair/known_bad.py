@@ -36,7 +36,7 @@ FACTS: Mapping[str, str] = {
     "nccl": "version (upstream), package, path, sha256; wheel_version, wheel_path, wheel_sha256 of vLLM's environment",
     "nics": "list: hca, netdev, firmware, width (lanes), speed (Mb/s), mtu, carrier (1 or 0), rail_mtu (with a link)",
     "rank_unit": "memlock (bytes; 2**63 for infinity), active (1 or 0)",
-    "rank_env": "variables of /etc/sparkpair/rank.env",
+    "rank_env": "variables of /etc/sparkpair/rank.env and of /run/sparkpair-rank/fabric.env",
     "engine": "options of /etc/sparkpair/engine.yaml, one line each",
     "files": "texts of a few configuration files by path",
     "leftovers": "processes (VLLM:: outside the service) and shared memory (segments, bytes)",

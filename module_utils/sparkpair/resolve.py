@@ -1,8 +1,10 @@
 """Resolve at every start what can change between boots: addresses, interface names, RDMA devices, GID indexes.
 
-Standard library only and nothing of Ansible: a copy of this file lies on every node, and the unit of the rank
-runs it before vLLM. Usage: resolve.py CONFIG OUTPUT. CONFIG is JSON (see `Plan`), OUTPUT an environment file for
-systemd. It says what it chose and why on its output, and ends with a status of its own for each failure.
+Standard library only and nothing of Ansible: a copy of this file lies on every node. Usage:
+resolve.py CONFIG OUTPUT [COMMAND...]. CONFIG is JSON (see `Plan`). What was chosen goes to OUTPUT, an environment file
+for people and for systemd, and into the environment of COMMAND, which takes this process's place: so the rank's agent
+resolves before every generation of vLLM by starting one command. It says what it chose and why on its output, and ends
+with a status of its own for each failure.
 
 A GID index is not pinned unless it must be: NCCL 2.21 and newer choose one for each device, and a pin is one
 number for all devices of a rank, wrong again after the next `netplan apply`.
@@ -24,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 USAGE, NO_INTERFACE, NO_ADDRESS, NO_DEVICE, NO_GID, NO_COMMON_GID, BAD_SELECTOR = 2, 10, 11, 12, 13, 14, 15
-"""Exit statuses: each failure has its own, so that `systemctl status` shows which it was."""
+"""Exit statuses, one for each failure; docs/troubleshooting.md lists them."""
 
 SELF_CHOOSING = (2, 21)
 """First NCCL that finds the GID itself when NCCL_IB_GID_INDEX is unset."""
@@ -49,15 +51,15 @@ class ResolveError(Exception):
 class Plan:
     """What the serve role knows when it writes CONFIG.
 
-    `addresses` of this node, rail 0 first, without prefix. `subnet` is the fabric's. `hca` is a selector in NCCL's
-    grammar; empty takes the devices of the rails. `rdma` false lets the rank start without any device.
-    `nccl` is the version of the library, empty for a recent one. `environment` is passed on as it is.
+    `addresses` of this node, rail 0 first, without prefix. `subnet` is the fabric's. `host` is the address of this node
+    that all ranks reach; empty is the first of `addresses`. `hca` is a selector in NCCL's grammar; empty takes the
+    devices of the rails. `nccl` is the version of the library, empty for a recent one. `environment` is passed on.
     """
 
     addresses: tuple[str, ...]
     subnet: str
+    host: str = ""
     hca: str = ""
-    rdma: bool = True
     nccl: str = ""
     wait_seconds: float = 60.0
     sysfs_root: str = "/sys"
@@ -174,16 +176,16 @@ def parse_addresses(output: str) -> dict[str, list[str]]:
     }
 
 
-def find_rails(plan: Plan, addresses: Mapping[str, Sequence[str]]) -> list[str]:
-    """The interface that has each planned address now, rail 0 first. Raises ResolveError."""
+def find_interfaces(wanted: Sequence[str], addresses: Mapping[str, Sequence[str]]) -> list[str]:
+    """The interface that has each of the `wanted` addresses now, in their order. Raises ResolveError."""
     found = []
-    for address in plan.addresses:
+    for address in wanted:
         netdevs = sorted(netdev for netdev, here in addresses.items() if address in here)
         if not netdevs:
             known = ", ".join(f"{n} {' '.join(a)}" for n, a in sorted(addresses.items()) if a and n != "lo")
             raise ResolveError(
                 NO_ADDRESS,
-                f"no interface has the fabric address {address} (found {known or 'no address at all'}): "
+                f"no interface has the address {address} (found {known or 'no address at all'}): "
                 "see that the cable is in, then run playbooks/fabric.yml",
             )
         if len(netdevs) > 1:
@@ -236,8 +238,8 @@ def common_index(devices: Sequence[Device], subnet: str) -> int:
         lists = ", ".join(f"{d.name} {sorted(indexes)}" for d, indexes in zip(devices, usable, strict=True))
         raise ResolveError(
             NO_COMMON_GID,
-            f"no GID index is valid on every device ({lists}), and this NCCL takes one for all: "
-            "use NCCL 2.21 or newer, or restart both nodes",
+            f"no GID index is valid on every device ({lists}), and the library that serves takes one for all: "
+            "install 2.21 or newer (playbooks/gpu.yml), or restart both nodes",
         )
     return min(shared)
 
@@ -249,15 +251,14 @@ def version(text: str) -> tuple[int, ...]:
 
 def resolve(plan: Plan, addresses: Mapping[str, Sequence[str]], devices: Sequence[Device]) -> dict[str, str]:
     """The environment of the rank. Raises ResolveError."""
-    rails = find_rails(plan, addresses)
+    host = plan.host or plan.addresses[0]
+    meeting, *rails = find_interfaces([host, *plan.addresses], addresses)
     found = {
         **plan.environment,
-        "VLLM_HOST_IP": plan.addresses[0],
-        "GLOO_SOCKET_IFNAME": rails[0],
-        "NCCL_SOCKET_IFNAME": f"={rails[0]}",
+        "VLLM_HOST_IP": host,
+        "GLOO_SOCKET_IFNAME": meeting,
+        "NCCL_SOCKET_IFNAME": f"={meeting}",
     }
-    if not plan.rdma:
-        return found
     chosen = choose_devices(plan, devices, rails)
     found["NCCL_IB_HCA"] = "=" + ",".join(f"{d.name}:{d.port}" for d in chosen)
     network = ipaddress.ip_network(plan.subnet)
@@ -310,6 +311,7 @@ def wait_and_resolve(
 ) -> tuple[dict[str, str], list[Device]]:
     """Resolve, again and again while it fails and time is left: after a boot, addresses and GIDs come late."""
     deadline = time.monotonic() + plan.wait_seconds
+    told = ""
     while True:
         addresses = read()
         devices = read_devices(Path(plan.sysfs_root), addresses)
@@ -318,6 +320,9 @@ def wait_and_resolve(
         except ResolveError as error:
             if error.status == BAD_SELECTOR or time.monotonic() > deadline:
                 raise
+            if str(error) != told:
+                told = str(error)
+                print(f"sparkpair: waiting for the fabric, up to {plan.wait_seconds:.0f} s: {told}", flush=True)
         time.sleep(pause)
 
 
@@ -331,20 +336,21 @@ def write(path: Path, text: str) -> None:
 
 def main(arguments: Sequence[str]) -> int:
     """Entry point; returns the exit status."""
-    if len(arguments) != 2:
-        print("usage: resolve.py CONFIG OUTPUT", file=sys.stderr)
+    if len(arguments) < 2:
+        print("usage: resolve.py CONFIG OUTPUT [COMMAND...]", file=sys.stderr)
         return USAGE
-    config, output = Path(arguments[0]), Path(arguments[1])
+    config, output, command = Path(arguments[0]), Path(arguments[1]), list(arguments[2:])
     try:
         environment, devices = wait_and_resolve(read_plan(config.read_text(encoding="utf-8")), live_addresses)
         write(output, render(environment))
-    except ResolveError as error:
-        print(f"sparkpair: {error}", file=sys.stderr)
-        return error.status
-    except OSError as error:
-        print(f"sparkpair: {error}", file=sys.stderr)
-        return USAGE
-    print(f"sparkpair: {explain(environment, devices)}")
+        print(f"sparkpair: {explain(environment, devices)}", flush=True)
+        if command:
+            os.execvpe(command[0], command, {**os.environ, **{k: v for k, v in environment.items() if v}})
+    except (ResolveError, OSError, subprocess.CalledProcessError) as error:
+        status = error.status if isinstance(error, ResolveError) else USAGE
+        # The agent finds the cause of a rank's end in the form in which Python names exceptions.
+        print(f"ResolveError: {os.uname().nodename}: {error} (exit status {status})", file=sys.stderr)
+        return status
     return 0
 
 

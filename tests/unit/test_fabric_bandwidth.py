@@ -63,9 +63,9 @@ def test_iperf_is_read_from_its_json():
     assert parse_iperf('{"error": "unable to connect"}') is None and parse_iperf("") is None
 
 
-def judged(gbps, rail="0", tool="ib_write_bw", moved=None, share=1.0):
+def judged(gbps, rail="0", tool="ib_write_bw", share=1.0):
     sent = None if gbps is None else int(gbps / 8 * 1e9 * 5 * share)
-    return judge(Measured(rail, "enp1s0f0np0", "b -> a", tool, gbps, moved or {}, sent), VERDICTS, 5)
+    return judge(Measured(rail, "enp1s0f0np0", "b -> a", tool, gbps, sent), VERDICTS, 5)
 
 
 @pytest.mark.parametrize(
@@ -97,10 +97,19 @@ def test_traffic_that_does_not_count_on_the_rdma_port_is_a_tcp_fallback():
     assert "rdma link" in judged(95.0, share=0.0).mend
 
 
-def test_errors_on_the_link_spoil_a_good_number():
-    found = judged(108.0, moved={"symbol_error": 7})
-    assert (found.verdict, found.ok) == ("healthy, but symbol_error +7", False)
-    assert "cable" in found.mend
+def test_errors_that_a_link_counted_while_it_sent_or_received_are_a_row_of_their_own(tmp_path):
+    for port in spark_ports(1)[:2]:
+        write_hca(tmp_path, port)
+    folder = tmp_path / "class/infiniband/roceP2p1s0f0/ports/1/counters"
+    write(folder / "symbol_error", "3")
+    before = bandwidth.errors(RAILS, tmp_path)
+    assert bandwidth.count("spark-b", RAILS, before, tmp_path) == []
+    write(folder / "symbol_error", "10")
+    write(folder / "port_rcv_data", "99")
+    (row,) = as_rows(bandwidth.count("spark-b", RAILS, before, tmp_path))
+    assert not row["ok"] and row["line"].startswith("spark-b  rail 1      counters ")
+    assert row["line"].endswith("errors on the link: symbol_error +7: reseat or replace the cable")
+    assert bandwidth.count("spark-b", RAILS, {}, tmp_path) == []
 
 
 def test_the_stand_in_says_that_it_is_one():
@@ -133,7 +142,6 @@ def test_each_rail_alone_and_then_all_at_once(tmp_path, monkeypatch):
         hca = command[command.index("-d") + 1]
         counter = tmp_path / f"class/infiniband/{hca}/ports/1/counters"
         write(counter / "port_xmit_data", "15625000000")
-        write(counter / "symbol_error", "2")
         asked.append(hca)
         return f"{HEADER} 65536 5000 0.00 98.50 0.17\n"
 
@@ -141,4 +149,4 @@ def test_each_rail_alone_and_then_all_at_once(tmp_path, monkeypatch):
     found = bandwidth.measure(RAILS, 1, 0, "b -> a", 5, True, tmp_path)
     assert [(one.rail, one.gbps) for one in found] == [("0", 98.5), ("1", 98.5), ("all", 197.0)]
     assert sorted(asked) == ["roceP2p1s0f0"] * 2 + ["rocep1s0f0"] * 2
-    assert (found[0].sent, found[0].moved, found[2].moved) == (62_500_000_000, {"symbol_error": 2}, {})
+    assert found[0].sent == 62_500_000_000

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from ansible.module_utils.sparkpair import resolve
@@ -26,6 +28,7 @@ from ansible.module_utils.sparkpair.resolve import (
     render,
     wait_and_resolve,
 )
+from sparkpair_rank.processes import NOISE, find_cause
 
 from lab.simulated_rdma import gid_of_ipv4, spark_ports, write, write_hca
 
@@ -100,14 +103,20 @@ def test_a_tree_without_devices_is_no_cable(tree):  # S2
     with pytest.raises(ResolveError, match="without a cable the ConnectX-7 leaves the PCI bus") as error:
         resolve.resolve(PLAN, addresses(), tree([], addresses()))
     assert error.value.status == NO_DEVICE
-    assert "NCCL_IB_HCA" not in resolve.resolve(replace(PLAN, rdma=False), addresses(), [])
+
+
+def test_in_a_ring_ranks_meet_at_the_address_that_all_of_them_reach(tree):
+    known = {**addresses(), "wan0": ["10.77.0.9"]}
+    ring = replace(PLAN, host="10.77.0.1", environment={"NCCL_IB_MERGE_NICS": "0"})
+    found = resolve.resolve(ring, known, tree(spark_ports(0), known))
+    assert found["VLLM_HOST_IP"] == "10.77.0.1" and found["GLOO_SOCKET_IFNAME"] == "enP7s7"
+    assert found["NCCL_SOCKET_IFNAME"] == "=enP7s7" and found["NCCL_IB_MERGE_NICS"] == "0"
+    assert found["NCCL_IB_HCA"] == "=rocep1s0f0:1,roceP2p1s0f0:1"
 
 
 def test_an_unaddressed_twin(tree):  # S3
     known = {**addresses(), "enP2p1s0f0np0": []}
-    with pytest.raises(
-        ResolveError, match=r"no interface has the fabric address 192\.168\.177\.1 .*fabric\.yml"
-    ) as error:
+    with pytest.raises(ResolveError, match=r"no interface has the address 192\.168\.177\.1 .*fabric\.yml") as error:
         resolve.resolve(PLAN, known, tree(spark_ports(0), known))
     assert error.value.status == NO_ADDRESS
 
@@ -218,12 +227,14 @@ def test_a_selector_of_the_inventory_wins_and_down_ports_are_passed_over(tree):
         resolve.resolve(replace(PLAN, hca="=roce"), addresses(), devices)
 
 
-def test_what_comes_late_after_a_boot_is_waited_for(tree):
+def test_what_comes_late_after_a_boot_is_waited_for(tree, capsys):
     tree(spark_ports(0), addresses())
     answers = [{"lo": ["127.0.0.1"]}, {"lo": ["127.0.0.1"]}, addresses()]
     plan = replace(PLAN, wait_seconds=60, sysfs_root=str(tree.root))
     found, devices = wait_and_resolve(plan, lambda: answers.pop(0), pause=0)
     assert found["VLLM_HOST_IP"] == A[0] and len(devices) == 4 and not answers
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 1 and said[0].startswith("sparkpair: waiting for the fabric, up to 60 s: no interface has")
 
 
 def test_the_file_has_no_empty_variable_and_quotes_for_systemd():
@@ -242,7 +253,7 @@ def test_a_plan_that_cannot_be_read_is_refused(text):
 
 
 @pytest.mark.parametrize(("known", "status"), [(addresses(), 0), ({"lo": ["127.0.0.1"]}, NO_ADDRESS)])
-def test_the_program_runs_alone_and_writes_the_file_or_leaves_the_old_one(tree, tmp_path, known, status):
+def test_the_program_becomes_the_command_with_what_it_found_or_leaves_the_old_file(tree, tmp_path, known, status):
     tree(spark_ports(0), known)
     commands = tmp_path / "bin"
     commands.mkdir()
@@ -257,16 +268,27 @@ def test_the_program_runs_alone_and_writes_the_file_or_leaves_the_old_one(tree, 
     settings = {"addresses": A, "subnet": "192.168.176.0/23", "wait_seconds": 0, "sysfs_root": str(tmp_path)}
     plan.write_text(json.dumps({**settings, "environment": {"NCCL_IB_MERGE_NICS": "0"}}))
     done = subprocess.run(
-        [sys.executable, "-I", resolve.__file__, plan, output],
-        env={"PATH": f"{commands}:/usr/bin:/bin"}, capture_output=True, text=True, check=False,
+        [sys.executable, "-I", resolve.__file__, plan, output, "sh", "-c", "echo $KEPT $NCCL_IB_HCA; exit 7"],
+        env={"PATH": f"{commands}:/usr/bin:/bin", "KEPT": "kept"}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.returncode == status, done.stderr
     if status:
-        assert output.read_text() == "OLD=1\n" and "no interface has the fabric address" in done.stderr
+        assert done.returncode == status, done.stderr
+        assert output.read_text() == "OLD=1\n" and "no interface has the address" in done.stderr
+        cause = find_cause([(1.0, done.stderr.strip())], 0.0)
+        assert cause is not None and cause.weight == 0 and cause.text.endswith("(exit status 11)")
     else:
+        assert done.returncode == 7, done.stderr
+        assert done.stdout.splitlines()[1:] == ["kept =rocep1s0f0:1,roceP2p1s0f0:1"]
         assert 'NCCL_IB_HCA="=rocep1s0f0:1,roceP2p1s0f0:1"' in output.read_text()
         assert 'NCCL_IB_MERGE_NICS="0"' in output.read_text()
         assert "{3: '192.168.176.1'}" in done.stdout
+
+
+def test_the_agent_takes_none_of_the_sentences_for_the_noise_of_a_lost_rank():
+    calls = [n for n in ast.walk(ast.parse(Path(resolve.__file__).read_text())) if isinstance(n, ast.Call)]
+    raised = [call for call in calls if isinstance(call.func, ast.Name) and call.func.id == "ResolveError"]
+    texts = [str(n.value) for call in raised for n in ast.walk(call.args[1]) if isinstance(n, ast.Constant)]
+    assert len(raised) >= 8 and not [text for text in texts if NOISE.search(text)]
 
 
 def test_infiniband_ports_of_other_kinds_are_passed_over(tree):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from ansible.module_utils.sparkpair import memory
+from ansible.module_utils.sparkpair.resolve import read_plan
 from conftest import ROOT
 from sparkpair_rank import core
 
@@ -114,7 +115,7 @@ RAILS = [
 ]
 
 
-RENDERED = ("rank.env", "sparkpair-rank.service", "engine.yaml", "agent.json")
+RENDERED = ("rank.env", "sparkpair-rank.service", "engine.yaml", "agent.json", "fabric.json")
 
 
 def render(rank: int, tmp_path: Path, **settings: object) -> dict[str, str]:
@@ -134,8 +135,12 @@ def render(rank: int, tmp_path: Path, **settings: object) -> dict[str, str]:
     read = {
         "model_name": "tiny",
         "fabric_sysfs_root": "/sys",
-        "__serve_read": {"digests": {"env": "a", "scheduler": "b", "model": "c"}},
-        "__fabric_info": {"rails": RAILS},
+        "fabric_subnet": "192.168.176.0/23",
+        "__serve_read": {
+            "digests": {"env": "a", "scheduler": "b", "model": "c"},
+            "packages": {"libnccl2": "2.28.9-1+cuda13.0"},
+        },
+        "__fabric_info": {"rails": RAILS, "environment": {"NCCL_IB_MERGE_NICS": "0"}},
         "ansible_python_interpreter": sys.executable,
     }
     (tmp_path / "hosts.yml").write_text(
@@ -156,9 +161,12 @@ def test_both_ranks_render_with_the_cap_and_their_own_addresses(tmp_path):
         made = render(rank, folder, serve_max_inflight_prefills=3, serve_sched_diag=True)
         assert 'DSPARK_MAX_INFLIGHT_PREFILLS="3"' in made["rank.env"]
         assert 'DSPARK_ISSUE43_SCHED_DIAG="1"' in made["rank.env"]
-        assert f'VLLM_HOST_IP="192.168.176.{rank + 1}"' in made["rank.env"]
-        assert 'NCCL_IB_HCA="=rocep1s0f0,roceP2p1s0f0"' in made["rank.env"]
+        assert not any(name in made["rank.env"] for name in ("VLLM_HOST_IP", "IFNAME", "NCCL_IB"))
+        plan = read_plan(made["fabric.json"])
+        assert plan.addresses == (f"192.168.176.{rank + 1}", f"192.168.177.{rank + 1}")
+        assert plan.nccl == "2.28.9-1+cuda13.0" and plan.environment == {"NCCL_IB_MERGE_NICS": "0"}
         agent = json.loads(made["agent.json"])
+        assert agent["command"][2:4] == ["/usr/local/lib/sparkpair/resolve.py", "/etc/sparkpair/fabric.json"]
         command = " ".join(agent["command"])
         assert f"--node-rank {rank}" in command and agent["rank"] == rank
         assert ("--headless" in command) == (rank == 1) and ("--host 127.0.0.1 --port 8000" in command) == (rank == 0)
