@@ -83,7 +83,6 @@ ProtectHome=true
 ProtectHostname=true
 ProtectKernelLogs=true
 ProtectKernelModules=true
-ProtectProc=invisible
 ProtectSystem=strict
 RestrictAddressFamilies=none
 RestrictNamespaces=true
@@ -93,7 +92,7 @@ SystemCallArchitectures=native
 SystemCallFilter=@system-service
 SystemCallFilter=~@privileged @resources
 UMask=0077
-# Left open on purpose: ProtectKernelTunables, since the file is one.
+# Left open on purpose: ProtectKernelTunables and ProtectProc, since the file is in /proc.
 """
     wants = "[Unit]\nWants=sparkpair-page-cache.socket\nAfter=sparkpair-page-cache.socket\n"
     return {
