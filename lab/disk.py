@@ -21,8 +21,6 @@ ROOTFS = Path(__file__).parent / "rootfs"
 LINKS = {
     "usr/local/bin/nvidia-smi": "/usr/local/lib/lab/simulated-nvidia-smi",
     "usr/local/bin/ib_write_bw": "/usr/local/lib/lab/simulated-ib-write-bw",
-    "usr/local/bin/mpirun": "/usr/local/lib/lab/simulated-mpirun",
-    "usr/local/bin/orted": "/usr/local/lib/lab/simulated-orted",
     "etc/systemd/system/sysinit.target.wants/simulated-sysctl.service": "/etc/systemd/system/simulated-sysctl.service",
     # These would change sysctls of the whole machine at every boot of a node.
     "etc/sysctl.d/50-pid-max.conf": "/dev/null",

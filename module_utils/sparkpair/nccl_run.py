@@ -127,9 +127,10 @@ def run_arm(plan: Plan, run: Run, arm: str, clock: Any = time.monotonic) -> dict
     for address in plan.addresses[1:]:
         peer.ask(address, plan.port, plan.secret, {"do": "arm", "name": arm})
     program = nccl.command(str(plan.folder / PROGRAM), plan.size, plan.iterations)
-    argv = nccl.mpirun(plan.addresses, plan.network, f"/usr/bin/python3 {RUNTIME / 'peer.py'}", program)
+    argv = nccl.mpirun(plan.addresses, plan.network, program)
     environment = {
         **nccl.arm_environment(arm, plan.environment, plan.hcas),
+        nccl.MPI_AGENT: f"/usr/bin/python3 {RUNTIME / 'peer.py'}",
         "SPARKPAIR_PEER_PORT": str(plan.port),
     }
     started = clock()

@@ -162,8 +162,9 @@ def main(arguments: Sequence[str]) -> int:
     folder = os.environ.get("CREDENTIALS_DIRECTORY", "")
     try:
         secret = (Path(folder) / "secret").read_text(encoding="ascii").strip()
-        command = daemon_arguments(arguments[1:])
-        answer = ask(arguments[0], int(os.environ["SPARKPAIR_PEER_PORT"]), secret, {"do": "daemon", "command": command})
+        # The peer reads the words, once: read twice they would lose their quotes.
+        request = {"do": "daemon", "command": list(arguments[1:])}
+        answer = ask(arguments[0], int(os.environ["SPARKPAIR_PEER_PORT"]), secret, request)
     except (PeerError, OSError, KeyError, IndexError, ValueError) as error:
         print(f"peer: {error}", file=sys.stderr)
         return 255

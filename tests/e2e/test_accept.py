@@ -1,7 +1,7 @@
 """The GPU stage and the acceptance gate on lab nodes with simulated tools: what passes, and each layer failing in turn.
 
 The tests run in this order on one lab. The chain between the nodes is real: sockets on the fabric, transient units of
-the service user, reports. RDMA, NCCL and MPI are simulated.
+the service user, Open MPI, reports. RDMA and NCCL are simulated.
 """
 
 from __future__ import annotations
@@ -185,8 +185,8 @@ FAULTS = {
 @pytest.mark.parametrize("layer", FAULTS)
 def test_each_layer_fails_by_its_own_code_with_its_remedy(layer, tmp_path):
     fault, mend, code, remedy = FAULTS[layer]
-    # The other nodes measure against the head.
-    node = "spark-b" if layer == "bandwidth" else "spark-a"
+    # The other nodes measure against the head; each rank of NCCL reads its own node's file.
+    node = {"bandwidth": "spark-b", "busbw": "sparks"}.get(layer, "spark-a")
     root(node, fault)
     output, report, exit_code = accept(tmp_path, "--tags", layer)
     root(node, mend)

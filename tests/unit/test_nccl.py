@@ -68,6 +68,7 @@ def test_the_floor_is_exact():
         (lambda s: s.replace("0 OK", "3 FAILED"), "wrong-values"),
         (lambda s: s.replace("23.72       0", "23.72       7"), "wrong-values"),
         (lambda s: "mpirun: command not found\n", "no-result"),
+        (lambda s: text("all-gather-no-driver"), "no-result"),
         (lambda s: "", "no-result"),
         (lambda s: s + "# Avg bus bandwidth    : 99\n", "two-worlds"),
     ],
@@ -76,6 +77,13 @@ def test_output_that_proves_nothing(change, verdict):
     with pytest.raises(NcclError) as error:
         nccl.parse(change(HEALTHY))
     assert error.value.verdict == verdict and verdict in nccl.REMEDIES
+
+
+def test_a_run_without_a_result_names_its_first_failure():
+    with pytest.raises(NcclError, match=r"Test CUDA failure util.cu:674 'CUDA driver version is insufficient"):
+        nccl.parse(text("all-gather-no-driver"))
+    with pytest.raises(NcclError, match="ORTE was unable to reliably start one or more daemons"):
+        nccl.parse("-----\nORTE was unable to reliably start one or more daemons.\nThis usually is caused by:\n-----\n")
 
 
 def test_the_size_leaves_memory_free():
@@ -94,9 +102,9 @@ def test_arms_change_one_thing():
 
 
 def test_mpirun_uses_no_ssh_and_forwards_no_variable_of_one_node():
-    words = nccl.mpirun(["10.0.0.1", "10.0.0.2"], "10.0.0.0/24", "python3 peer.py", ["prog", "-b", "1"])
+    words = nccl.mpirun(["10.0.0.1", "10.0.0.2"], "10.0.0.0/24", ["prog", "-b", "1"])
     assert words[:5] == ["mpirun", "-np", "2", "-H", "10.0.0.1:1,10.0.0.2:1"]
-    assert "-x" not in words and words[words.index("plm_rsh_agent") + 1] == "python3 peer.py"
+    assert "-x" not in words and "plm_rsh_agent" not in words
     assert words[-3:] == ["prog", "-b", "1"] and "--leave-session-attached" in words
 
 

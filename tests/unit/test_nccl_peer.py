@@ -217,14 +217,20 @@ def test_a_program_that_changed_on_its_way_is_not_taken(tmp_path):
     assert not (tmp_path / "node1").exists()
 
 
-def test_the_copy_that_mpirun_calls_runs_alone(tmp_path, capsys):
+def test_the_copy_that_mpirun_calls_runs_alone_and_keeps_quotes(tmp_path):
     (tmp_path / "peer.py").write_bytes(nccl_run.own_source())
-    with serving(lambda request: {"status": 7, "out": request["command"][-1], "err": "!"}) as (port, _):
+    run = make_plan(tmp_path, 1, 1)
+    answer = nccl_run.handler(run, lambda command: (7, json.dumps(command[command.index("orted") :]), "!"))
+    with serving(answer) as (port, _):
         (tmp_path / "secret").write_text(SECRET)
         environment = {"CREDENTIALS_DIRECTORY": str(tmp_path), "SPARKPAIR_PEER_PORT": str(port)}
-        command = [sys.executable, "-IS", str(tmp_path / "peer.py"), "127.0.0.1", ' orted -mca ess "env"']
+        words = [" orted", "-mca", "ess", '"env"', "-mca", "plm_rsh_agent", '"/usr/bin/python3 /run/peer.py"']
+        command = [sys.executable, "-IS", str(tmp_path / "peer.py"), "127.0.0.1", *words]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert (done.returncode, done.stdout, done.stderr) == (7, "env", "!")
+    assert (done.returncode, done.stderr) == (7, "!")
+    assert json.loads(done.stdout) == [
+        "orted", "-mca", "ess", "env", "-mca", "plm_rsh_agent", "/usr/bin/python3 /run/peer.py",
+    ]  # fmt: skip
 
 
 def test_the_copy_without_a_credential_fails_like_ssh(capsys, monkeypatch):
