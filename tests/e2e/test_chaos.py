@@ -116,6 +116,7 @@ def cut(rails: tuple[str, ...], seconds: float, **wanted) -> Drill:
 KILL_AGENT = "systemctl kill -s KILL --kill-whom=main sparkpair-rank"
 SCHEDULER = "$(ls /opt/sparkpair/current/lib/python3*/site-packages/vllm/v1/core/sched/interface.py)"
 DRIFT = f"cp {SCHEDULER} /root/kept; echo '# drift' >> {SCHEDULER}; pkill -9 -f ^VLLM::Worker"
+ERRORS = f"/srv/simulated-sysfs/class/net/{RAILS[0]}/device/aer_dev_fatal"
 # A service sees what is mounted where it starts: the agent that systemd starts again finds its folders full.
 FULL_DISK = f"""
 for folder in /var/lib/sparkpair-rank /var/cache/sparkpair-rank; do
@@ -149,6 +150,13 @@ DRILLS = [
         ends=13.0,
         until="waiting for spark-b: stopped there",
         heal={"spark-b": "systemctl start --no-block sparkpair-rank"},
+    ),
+    Drill(
+        "fatal PCIe errors, kill rank 1's worker",
+        {"spark-b": f"echo 'TOTAL_ERR_FATAL 1' >{ERRORS}; sleep 3; pkill -9 -f ^VLLM::Worker"},
+        seen=5.0,
+        until="held on spark-b: found 1 fatal PCIe errors in .*: shut the nodes down and cut their power",
+        heal={"spark-b": f"rm {ERRORS}"},
     ),
     cut(RAILS[1:], 5, keeps=True),
     cut(RAILS[1:], 60, keeps=True),

@@ -15,8 +15,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import ROOT
-from sparkpair_rank import core, link, main, page_cache, probes, processes, report
+from sparkpair_rank import core, kernel_log, link, main, page_cache, probes, processes, report
 
 NAMES = ["spark-a", "spark-b"]
 RAILS = [["127.0.0.1", "127.0.0.2"], ["127.0.1.1", "127.0.1.2"]]
@@ -312,6 +313,27 @@ def test_fatal_errors_of_the_adapter_and_a_pause_hold(tmp_path):
     assert "found 2 fatal PCIe errors" in main.read_hold(tmp_path / "pause", [str(counters)])
     (tmp_path / "pause").write_text("cable")
     assert main.read_hold(tmp_path / "pause", []).endswith("exists: cable")
+
+
+def test_what_the_kernel_logs_and_no_restart_mends_holds(tmp_path, monkeypatch):
+    known = yaml.safe_load((ROOT / "known_bad.yml").read_text())
+    fatal = [entry for entry in known if entry["severity"] == "fatal" and "system_log" in entry["when"]]
+    log = kernel_log.KernelLog(fatal)
+    assert len(log.known) == len(fatal) >= 5, "the agent understands all of them"
+    journalctl = tmp_path / "journalctl"
+    journalctl.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/asked\ncat {tmp_path}/log 2>/dev/null\n')
+    journalctl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert log.hold(0.0) == "" == log.hold(59.0)
+    (tmp_path / "log").write_text("usb 1-1: new device\nNVRM: GPU 000f:01:00.0: RmInitAdapter failed! (0x62:0x55:2)\n")
+    assert log.hold(30.0) == "", "asked once a minute"
+    found = log.hold(61.0)
+    assert "RmInitAdapter failed!" in found and "then reboot" in found
+    (tmp_path / "log").unlink()
+    assert log.hold(200.0) == found, "until the next boot"
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert len(asked) == 2 and "--since=@0 " in asked[0] and "--since=@0 " not in asked[1]
+    assert kernel_log.KernelLog([{**fatal[0], "when": {"system_log": {"matches": "x", "count": 4}}}]).known == []
 
 
 def test_prometheus_text_has_a_type_for_every_metric():

@@ -142,6 +142,7 @@ def render(rank: int, tmp_path: Path, **settings: object) -> dict[str, str]:
         },
         "__fabric_info": {"rails": RAILS, "environment": {"NCCL_IB_MERGE_NICS": "0"}},
         "ansible_python_interpreter": sys.executable,
+        "role_path": str(ROOT / "roles/serve"),
     }
     (tmp_path / "hosts.yml").write_text(
         yaml.safe_dump({"sparks": {"hosts": {"spark-a": {}, "spark-b": {}}, "vars": read}})
@@ -173,6 +174,7 @@ def test_both_ranks_render_with_the_cap_and_their_own_addresses(tmp_path):
         assert agent["rails"] == [rail["addresses_by_rank"] for rail in RAILS]
         assert agent["fatal"][1] == "/sys/class/net/enP2p1s0f0np0/device/aer_dev_fatal"
         core.Limits(**agent["limits"])
+        assert "fatal-aer" in [entry["id"] for entry in agent["known_bad"]]
         assert yaml.safe_load(made["engine.yaml"])["master-addr"] == "192.168.176.1"
     same = [(tmp_path / str(rank) / "engine.yaml").read_text() for rank in (0, 1)]
     assert same[0] == same[1]
