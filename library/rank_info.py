@@ -40,7 +40,7 @@ agent: {description: The live state of the rank agent, type: dict, returned: suc
 listeners: {description: "Where the unit listens, as address:port", type: list, returned: success}
 closed_ports: {description: TCP ports that are closed off the fabric, type: list, returned: success}
 scheduler:
-  description: cap and policy that the running scheduler logged; null on ranks above 0, which build none.
+  description: cap, policy and allowance that the running scheduler logged; null on ranks above 0, which build none.
   type: dict
   returned: success
 packages: {description: Name to version of the O(packages) that are installed, type: dict, returned: success}
@@ -52,7 +52,7 @@ digests: {description: "env, scheduler and model on disk", type: dict, returned:
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.sparkpair import agent, digests, rank
+from ansible.module_utils.sparkpair import agent, digests, hotfix_log, rank
 
 
 def main() -> None:
@@ -94,7 +94,7 @@ def main() -> None:
         packages=dict(line.split() for line in listed.splitlines() if len(line.split()) == 2),
         system=rank.read_system(),
         vllm=rank.read_vllm_version(Path(p["root"])),
-        scheduler=rank.find_cap(log),
+        scheduler=hotfix_log.built(log),
         digests=digests.read_digests(Path(p["root"]), Path(p["model"])),
     )
 

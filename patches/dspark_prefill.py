@@ -17,7 +17,8 @@ Environment, read once in :func:`attach`:
     ``fair``: at the cap long prompts are skipped, short ones go on; see :class:`FairGate`.
 ``DSPARK_MIXED_PREFILL_TOKENS``   With ``fair``: prefill tokens in a step that also decodes. Blank or not above zero:
     the engine's ``long_prefill_token_threshold`` where that is set, else 480.
-``DSPARK_ISSUE43_SCHED_DIAG``     1: one line ``[issue43-step N] {json}`` per step that scheduled anything.
+``DSPARK_ISSUE43_SCHED_DIAG``     1: one line ``[issue43-step N] {json}`` per step that scheduled anything; its fields:
+    the docstring of :meth:`StrictGate.report`.
 ``DSPARK_PREFILL_HOTFIX_OFF``     1: the hooks do nothing.
 """
 
@@ -26,13 +27,14 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import math
 import os
 import re
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any, Protocol
 
-REVISION = 3
+REVISION = 4
 """Counts up with every change of the hooks or of this file's behaviour; shown by the log line and the status."""
 
 HARD_CAP = 3
@@ -68,6 +70,7 @@ class Request(Protocol):
     request_id: str
     num_prompt_tokens: int
     num_computed_tokens: int
+    priority: int
     status: Any
 
     @property
@@ -198,16 +201,17 @@ class StrictGate(Gate):
         self.partial: dict[str, int] = {}  # partial prefills that count now, with the tokens they have left
         self.seen = -1  # entries of `running` looked at in this step; -1: none yet
         self.exempt: set[str] | None = None  # waiting requests that this step must still look at; None: not asked yet
-        self.held: list[str] = []
-        self.escapes: list[str] = []
+        self.held: dict[str, str] = {}  # waiting request that this step left waiting: why
+        self.exempted: dict[str, str] = {}  # one that was let through where another would have been held: why
         self.demand: dict[str, int] = {}  # position in `running` of every request due a decode token; filled for DIAG
         self.skip_run: dict[str, int] = {}
+        self.held_since: dict[str, int] = {}  # step of the first hold of a request that is still held; for DIAG
 
     def begin(self) -> Gate:
         self.step += 1
         self.seen, self.exempt = -1, None
-        if self.held or self.escapes:
-            self.held, self.escapes = [], []
+        if self.held or self.exempted:
+            self.held, self.exempted = {}, {}
         if self.settings.diag:
             self.demand = {r.request_id: i for i, r in enumerate(self.scheduler.running) if self._wants_decode(r)}
         return self
@@ -219,7 +223,7 @@ class StrictGate(Gate):
         self._count_admitted(scheduled)
         if len(self.partial) < self.settings.cap or self._exempted(request, scheduled):
             return ADMIT
-        return self._last_look(request)
+        return self._last_look(request, "cap")
 
     def end(self, scheduled: Mapping[str, int]) -> None:
         self.idle_steps = 0 if scheduled else self.idle_steps + 1
@@ -227,7 +231,7 @@ class StrictGate(Gate):
             # Held requests are a backlog: without this, releases that pace prefills would pace them on top of the cap.
             self.scheduler.prefill_capacity_bound = True
         if self.settings.diag and scheduled:
-            self._report(scheduled)
+            logger.info("[issue43-step %d] %s", self.step, json.dumps(self.report(scheduled), separators=(",", ":")))
 
     def _look_at(self, unfinished: list[Request]) -> None:
         """Take ``unfinished`` as the partial prefills of this step so far, and warn of any that vLLM does not track."""
@@ -239,7 +243,7 @@ class StrictGate(Gate):
         missed = {r.request_id for r in unfinished}.difference(r.request_id for r in tracked)
         if missed:
             self.warnings += 1
-            logger.warning("[issue27-hotfix] partial prefills that vLLM does not track: %s", ", ".join(sorted(missed)))
+            logger.warning("[issue27-adm] partial prefills that vLLM does not track: %s", ", ".join(sorted(missed)))
 
     def _count_admitted(self, scheduled: Mapping[str, int]) -> None:
         """Add what was admitted since the last look and stays partial: O(admitted)."""
@@ -256,13 +260,13 @@ class StrictGate(Gate):
             return False
         if self.exempt:
             self.exempt.discard(request.request_id)
-        if request.request_id not in self.escapes[-1:]:
-            self.escapes.append(request.request_id)
+        why = "blocks" if request.num_computed_tokens else "preempted" if holds_work(request) else "idle"
+        self.exempted[request.request_id] = why
         return True
 
-    def _last_look(self, request: Request) -> int:
+    def _last_look(self, request: Request, why: str) -> int:
         """Hold ``request``, and look no further unless somebody behind it must not wait."""
-        self.held.append(request.request_id)
+        self.held[request.request_id] = why
         if self.exempt is None:
             self.exempt = {r.request_id for r in self._waiting() if self._must_be_seen(r)}
         return SKIP if self.exempt else STOP
@@ -292,29 +296,42 @@ class StrictGate(Gate):
             and getattr(getattr(self.scheduler, "_pause_state", None), "name", "") != "PAUSED_ALL"
         )
 
-    def _report(self, scheduled: Mapping[str, int]) -> None:
+    def report(self, scheduled: Mapping[str, int]) -> dict[str, Any]:
+        """What the step did, for its line in the log.
+
+        ``live``: requests due a token; ``running``: all; ``partial``: partial prefills that count; ``tracked``: those
+        that vLLM tracks (null before 0.23), and ``overcounted``, which of them neither are partial nor load; ``cap``;
+        ``prefill`` and ``decode``: tokens by request; ``held`` and ``exempt``: reason by request. Held at the "cap",
+        for the last "slot", for its "share" of the step, or "unseen" behind 16 others; exempt since it has "blocks",
+        was "preempted", "loads", is "cached", or everything else is "idle". ``oldest_hold``: steps since the first hold
+        of a request that is held; ``decode_skips``: position in ``running``, and skips in a row, of every request that
+        was due and got nothing. Of ``fair`` also ``allowance``, ``boost`` (nobody decodes: the whole budget is for
+        prefill), ``share`` of this step and what is ``used`` of it, what short prompts ``want``, and their ``credit``,
+        all in tokens.
+        """
         running = {r.request_id for r in self.scheduler.running}
         skips = {r: at for r, at in self.demand.items() if r in running and r not in scheduled}
         self.skip_run = {r: self.skip_run.get(r, 0) + 1 for r in skips}
+        if self.seen >= 0:  # a step that had no budget left for waiting requests held nobody anew
+            self.held_since = {r: self.held_since.get(r, self.step) for r in self.held}
+        partial = self.partial if self.seen >= 0 else {r.request_id for r in partial_prefills(self.scheduler.running)}
         tracked = getattr(self.scheduler, "_inflight_prefills", None)
+        loading = {r.request_id for r in tracked or () if getattr(r.status, "name", "") == "WAITING_FOR_REMOTE_KVS"}
         decode = {r: n for r, n in scheduled.items() if r in self.demand}
-        record = {
+        return {
             "live": len(self.demand),
             "running": len(running),
-            "partial": len(self.partial if self.seen >= 0 else partial_prefills(self.scheduler.running)),
+            "partial": len(partial),
             "tracked": None if tracked is None else len(tracked),
+            "overcounted": sorted({r.request_id for r in tracked or ()}.difference(partial, loading)),
             "cap": self.settings.cap,
             "prefill": {r: n for r, n in scheduled.items() if r not in decode},
             "decode": decode,
             "held": self.held,
-            "exempt": self.escapes,
+            "oldest_hold": self.step - min(self.held_since.values(), default=self.step),
+            "exempt": self.exempted,
             "decode_skips": {r: {"position": at, "run": self.skip_run[r]} for r, at in skips.items()},
-            **self._details(),
         }
-        logger.info("[issue43-step %d] %s", self.step, json.dumps(record, separators=(",", ":")))
-
-    def _details(self) -> dict[str, int]:
-        return {}
 
 
 class FairGate(StrictGate):
@@ -324,6 +341,8 @@ class FairGate(StrictGate):
     budget. A prompt that would stay partial at the cap is held after its cached prefix is known, by skipping it: what
     fits into the step goes on. With a cap of 2 or more the last slot is for short prompts. While short prompts wait, a
     long prefill leaves them the step, out of a credit that grows by half of every step: it keeps the other half.
+    Under the priority policy the last slot is also for a prompt that outranks everything in flight, which then gets the
+    share and leaves the outranked a sixteenth.
     """
 
     def __init__(self, scheduler: Any, settings: Settings) -> None:
@@ -336,6 +355,8 @@ class FairGate(StrictGate):
         config.long_prefill_token_threshold = 0
         self.whole_items = getattr(config, "disable_chunked_mm_input", False)
         self.short = SHORT_STEPS * self.allowance
+        self.by_rank = config.policy == "priority"
+        self.top: float = 0  # lowest number, that is highest rank, among the partial prefills
         self.share = 0  # prefill tokens that this step may compute
         self.credit = 0  # tokens that short prompts may still take from long ones
         self.used = 0
@@ -354,6 +375,8 @@ class FairGate(StrictGate):
             self.share = max(min(self.allowance, room), self.allowance // 8, self.grain)
         self.used = 0
         self.want = self._want()
+        if self.by_rank:
+            self.top = min((r.priority for r in self.unfinished), default=math.inf)
         if len(self.measured) > 1024:  # requests that were aborted while they were held
             self.measured = {k: v for k, v in self.measured.items() if self.step - v[1] < MEASURE_AGAIN}
         self.clipped = {r.request_id for r in self.unfinished}
@@ -379,17 +402,21 @@ class FairGate(StrictGate):
         self.want -= min(tokens, self.want)
         self.credit -= min(tokens, self.credit)
 
-    def _give(self, tokens: int, yields: bool) -> int:
+    def _give(self, tokens: int, leave: int) -> int:
+        """At most ``tokens`` of what is left of the share, less what others are to find (``leave``)."""
         room = self.share - self.used
-        if yields and room - self.want >= self.grain:
-            room -= self.want
+        if room - leave >= self.grain:
+            room -= leave
         return max(min(tokens, room), 0)
 
     def clip(self, request: Request, tokens: int, budget: int) -> int:
         if self._uncut(request) or self.stalled.get(request.request_id, 0) >= MOST_STALLED:
             return tokens
         short = remaining_tokens(request) <= self.short
-        given = self._give(tokens, self.settings.cap == 1 or not short)
+        leave = self.want if self.settings.cap == 1 or not short else 0
+        if self.by_rank and request.priority > self.top:
+            leave = self.share - self.share // 16
+        given = self._give(tokens, leave)
         self.used += given
         if short and self.settings.cap > 1:
             self._pay(given)
@@ -403,33 +430,40 @@ class FairGate(StrictGate):
             self.used = sum(scheduled.get(name, 0) for name in left)
         self._count_admitted(scheduled)
         if len(self.held) >= LOOK_AHEAD:
-            return ADMIT if self._exempted(request, scheduled) else self._last_look(request)
+            return ADMIT if self._exempted(request, scheduled) else self._last_look(request, "unseen")
         known, when = self.measured.get(request.request_id, (0, 0))
-        if known and self.step - when < MEASURE_AGAIN and self._full(known, self.share - self.used):
+        if known and self.step - when < MEASURE_AGAIN and (why := self._full(request, known, self.share - self.used)):
             # Looking its prefix up again would change nothing.
             if self._exempted(request, scheduled):
                 return ADMIT
-            self.held.append(request.request_id)
+            self.held[request.request_id] = why
             return SKIP
         return ADMIT
 
     def chunk(self, request: Request, computed: int, tokens: int) -> int:
         left = request.num_tokens - computed
-        return tokens if left <= 1 or self._uncut(request) else max(self._give(tokens, left > self.short), 1)
+        if left <= 1 or self._uncut(request):
+            return tokens
+        return max(self._give(tokens, self.want if left > self.short else 0), 1)
 
     def after_lookup(
         self, request: Request, computed: int, tokens: int, scheduled: Mapping[str, int], loading: bool
     ) -> int:
         left = request.num_tokens - computed
-        if loading or left <= 1:
-            return ADMIT
         name = request.request_id
-        if self._full(left, tokens) and not self._exempted(request, scheduled):
-            self.held.append(name)
+        if loading or left <= 1:
+            if self.settings.diag and self._full(request, left, tokens):
+                self.exempted[name] = "loads" if loading else "cached"
+            return ADMIT
+        why = self._full(request, left, tokens)
+        if why and not self._exempted(request, scheduled):
+            self.held[name] = why
             self.measured[name] = (left, self.step)
             return SKIP
         self.measured.pop(name, None)
         self.used += tokens
+        if self.by_rank:
+            self.top = min(self.top, request.priority)
         if left <= self.short:
             self._pay(tokens)
         return ADMIT
@@ -443,20 +477,28 @@ class FairGate(StrictGate):
         """Whether a part of ``request`` must be computed whole, so that a smaller chunk might never move it."""
         return self.whole_items and bool(getattr(request, "has_encoder_inputs", False))
 
-    def _full(self, left: int, tokens: int) -> bool:
-        """Whether a prompt with ``left`` tokens to compute has no place in this step, with a chunk of ``tokens``."""
-        if self.used >= self.share:
-            return True
-        if tokens >= left:
-            return False
+    def _full(self, request: Request, left: int, tokens: int) -> str:
+        """Why a prompt with ``left`` tokens to compute has no place in this step, with a chunk of ``tokens``; or ''."""
         cap = self.settings.cap
+        outranks = self.by_rank and cap > 1 and bool(self.partial) and request.priority < self.top
+        if self.used >= self.share and not outranks:
+            return "share"
+        if tokens >= left:
+            return ""
         if len(self.partial) >= cap:
-            return True
-        # The last slot is for short prompts.
-        return cap > 1 and left > self.short and sum(n > self.short for n in self.partial.values()) >= cap - 1
+            return "cap"
+        # The last slot is for short prompts, and for one that outranks everybody in flight.
+        if cap > 1 and left > self.short and not outranks and self._long() >= cap - 1:
+            return "slot"
+        return ""
 
-    def _details(self) -> dict[str, int]:
-        return {"share": self.share, "used": self.used, "want": self.want, "credit": self.credit}
+    def _long(self) -> int:
+        return sum(n > self.short for n in self.partial.values())
+
+    def report(self, scheduled: Mapping[str, int]) -> dict[str, Any]:
+        boost = self.share == self.scheduler.max_num_scheduled_tokens
+        fair = {"share": self.share, "used": self.used, "want": self.want, "credit": self.credit}
+        return {**super().report(scheduled), "allowance": self.allowance, "boost": boost, **fair}
 
 
 GATES: dict[str, type[Gate]] = {"strict": StrictGate, "fair": FairGate}

@@ -1,9 +1,16 @@
-"""What the hotfix says in a service's journal: which cap is in force, and what each step did."""
+"""What the hotfix says in a service's journal: which cap is in force, and what each step did.
+
+    journalctl -u sparkpair-rank -o cat | python3 module_utils/sparkpair/hotfix_log.py
+
+prints the last cap and a summary of the diagnostic lines as JSON. Standard library only.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+import sys
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,7 +24,7 @@ _STEP = re.compile(r"\[issue43-step (\d+)\] (\{.*\})\s*$")
 def built(lines: Iterable[str]) -> dict[str, Any] | None:
     """The last construction of a scheduler in ``lines``: cap, policy, diag, revision, allowance (tokens or None).
 
-    None where no line tells of one. ``{"off": True}`` where the hotfix said that it is switched off.
+    None where no line tells of one, and where the last one said that the hotfix is switched off.
     """
     found: dict[str, Any] | None = None
     for line in lines:
@@ -25,12 +32,15 @@ def built(lines: Iterable[str]) -> dict[str, Any] | None:
             found = {k: v if k == "policy" else int(v) for k, v in match.groupdict().items() if v is not None}
             found.setdefault("allowance", None)
         elif "[issue27-hotfix] off:" in line:
-            found = {"off": True}
+            found = None
     return found
 
 
 def steps(lines: Iterable[str]) -> list[dict[str, Any]]:
-    """The diagnostic records in ``lines``, each with its ``step``; broken lines are left out."""
+    """The diagnostic records in ``lines``, each with its ``step``; broken lines are left out.
+
+    The fields are those of ``StrictGate.report`` in ``patches/dspark_prefill.py``.
+    """
     found = []
     for line in lines:
         if match := _STEP.search(line):
@@ -42,11 +52,20 @@ def steps(lines: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def summary(records: list[dict[str, Any]]) -> dict[str, Any]:
-    """Over all steps: how many, most partial prefills, most prefill tokens beside a decode, skipped decodes, holds."""
+    """Over all steps: counts, extremes, and how often a request was held or exempt, by reason."""
     return {
         "steps": len(records),
         "max_partial": max((r["partial"] for r in records), default=0),
         "max_mixed_prefill": max((sum(r["prefill"].values()) for r in records if r["decode"]), default=0),
         "decode_skips": sum(len(r["decode_skips"]) for r in records),
-        "held": sum(len(r["held"]) for r in records),
+        "longest_skip": max((s["run"] for r in records for s in r["decode_skips"].values()), default=0),
+        "held": dict(Counter(why for r in records for why in r["held"].values())),
+        "oldest_hold": max((r["oldest_hold"] for r in records), default=0),
+        "exempt": dict(Counter(why for r in records for why in r["exempt"].values())),
+        "overcounted": sum(len(r["overcounted"]) for r in records),
     }
+
+
+if __name__ == "__main__":
+    text = sys.stdin.readlines()
+    print(json.dumps({"built": built(text), **summary(steps(text))}, indent=1))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +19,6 @@ UNIT_PROPERTIES = (
     "ControlGroup",
     "InvocationID",
 )
-# Logged once by the patched scheduler when it is built (patches/); the only proof from inside the engine.
-CAP_LINE = re.compile(r"\[issue27-hotfix\] in-flight prefill cap=(?P<cap>\d+)(?: policy=(?P<policy>\w+))?")
 
 
 def parse_properties(text: str) -> dict[str, str]:
@@ -56,12 +53,6 @@ def read_process(pid: int, prefixes: Sequence[str], proc: Path = Path("/proc")) 
     name = " ".join(part.decode(errors="replace") for part in argv if part)
     found = {key: value for key, _, value in pairs if key.startswith(tuple(prefixes))}
     return {"pid": pid, "name": name[:60], "env": found if "INVOCATION_ID" in (key for key, _, _ in pairs) else None}
-
-
-def find_cap(log: Iterable[str]) -> dict[str, Any] | None:
-    """Cap and policy of the last scheduler that the log shows, or None."""
-    found = [match for match in map(CAP_LINE.search, log) if match]
-    return {"cap": int(found[-1]["cap"]), "policy": found[-1]["policy"] or "strict"} if found else None
 
 
 def read_vllm_version(root: Path) -> str:

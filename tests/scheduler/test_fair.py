@@ -77,6 +77,19 @@ def test_every_stream_keeps_its_draft_tokens_of_a_small_budget(rig):
     assert (seen.skips, seen.unfinished) == ([], [])
 
 
+def test_a_long_prompt_that_outranks_the_one_in_flight_does_not_wait_for_it(rig, stock):
+    work = [(0.0, f"live{i}", 300, 400, 0) for i in range(2)]
+    work += [(500.0, "low", 100_000, 8, 5), (3000.0, "high", 20_000, 8, 1)]
+    ranked = workloads.Workload({"threshold": 1024, "policy": "priority"}, work)
+    plain = workloads.Workload({"threshold": 1024, "policy": "fcfs"}, work)
+    ours, queued, theirs = ranked.run(rig, fair()), plain.run(rig, fair()), ranked.run(stock, {})
+    assert (ours.unfinished, ours.skips, ours.partial) == ([], [], 2)
+    assert ours.gap("live") <= 400
+    assert ours.ttft("high") <= theirs.ttft("high") * 1.1, "as soon as on stock, at a third of its worst gap"
+    assert ours.ttft("high") <= queued.ttft("high") / 3
+    assert ours.gap("live") <= theirs.gap("live") / 3
+
+
 @pytest.mark.parametrize("seed", range(2000, 2040))
 def test_random_workloads(rig, seed):
     cap = 1 + seed % 3

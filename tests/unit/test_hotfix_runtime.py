@@ -73,7 +73,7 @@ def test_unknown_policy_is_strict_with_a_warning():
     assert "DSPARK_PREFILL_POLICY" in settings.warnings[0]
 
 
-def request(name, total, computed=0, *, prompt=None, status="WAITING", max_tokens=10):
+def request(name, total, computed=0, *, prompt=None, status="WAITING", max_tokens=10, priority=0):
     return SimpleNamespace(
         request_id=name,
         num_tokens=total,
@@ -81,6 +81,7 @@ def request(name, total, computed=0, *, prompt=None, status="WAITING", max_token
         num_prompt_tokens=total if prompt is None else prompt,
         num_computed_tokens=computed,
         max_tokens=max_tokens,
+        priority=priority,
         lora_request=None,
         status=SimpleNamespace(name=status),
     )
@@ -255,10 +256,11 @@ def test_diag_lines_parse_and_show_a_skipped_decode(monkeypatch, caplog):
     assert records[2]["decode_skips"] == {"lane": {"position": 1, "run": 2}}
 
 
-def fair_gate(running=(), waiting=(), *, cap=2, allowance=512, budget=8192, **attributes):
+def fair_gate(running=(), waiting=(), *, cap=2, allowance=512, budget=8192, policy="fcfs", **attributes):
     scheduler = SimpleNamespace(
         running=list(running), waiting=list(waiting), max_model_len=10**6, max_num_scheduled_tokens=budget,
-        num_spec_tokens=0, scheduler_config=SimpleNamespace(long_prefill_token_threshold=1024), **attributes,
+        num_spec_tokens=0, scheduler_config=SimpleNamespace(long_prefill_token_threshold=1024, policy=policy),
+        **attributes,
     )  # fmt: skip
     environ = {CAP: str(cap), "DSPARK_MIXED_PREFILL_TOKENS": str(allowance)}
     return runtime.FairGate(scheduler, runtime.Settings(environ)).begin()
@@ -341,6 +343,57 @@ def test_a_stalled_prefill_is_let_through_after_8_steps():
     assert g.clip(LONG, 8192, 8192) == 8192
 
 
+def test_the_report_says_why_and_how_long_a_request_is_held_and_why_another_is_not():
+    g = fair_gate([LONG, LANE], _inflight_prefills=[LONG, request("gone", 9), request("l", 9)])
+    g.scheduler._inflight_prefills[2].status.name = "WAITING_FOR_REMOTE_KVS"
+    g.settings.diag = True
+    held = [request(name, 50_000) for name in ("one", "two")]
+    for step in range(3):
+        g.begin()
+        scheduled = {"long": g.clip(LONG, 8192, 8192), "lane": 1}
+        for req in held[: 1 + step]:
+            if g.before_lookup(req, scheduled) == runtime.ADMIT:
+                g.after_lookup(req, 0, g.chunk(req, 0, 8192), scheduled, False)
+        for req, loading in ((request("load", 900), True), (request("hit", 900), False)):
+            assert g.after_lookup(req, 899, 1, scheduled, loading) == runtime.ADMIT
+        assert g.after_lookup(request("p", 900, status="PREEMPTED"), 0, 1, scheduled, False) == runtime.ADMIT
+        g.end(scheduled)
+        report = g.report(scheduled)
+    assert report["held"] == {"one": "share", "two": "share"}
+    assert report["exempt"] == {"load": "loads", "hit": "cached", "p": "preempted"}
+    assert (report["oldest_hold"], report["overcounted"], report["tracked"]) == (2, ["gone"], 3)
+    assert (report["allowance"], report["used"], report["boost"]) == (512, 513, False)
+    json.dumps(report)
+
+
+def test_a_prompt_that_outranks_all_gets_the_last_slot_and_the_share():
+    low, lane = request("low", 100_000, 5000, priority=5), request("lane", 101, 100, prompt=100)
+    for rank, verdict in ((5, runtime.SKIP), (6, runtime.SKIP), (4, runtime.ADMIT)):
+        g = fair_gate([low, lane], policy="priority")
+        scheduled = {"low": g.clip(low, 8192, 8192), "lane": 1}
+        assert scheduled["low"] == 512, "alone it has the whole share"
+        high = request("high", 50_000, priority=rank)
+        assert g.before_lookup(high, scheduled) == runtime.ADMIT
+        chunk = g.chunk(high, 0, 8192)
+        assert (chunk, g.after_lookup(high, 0, chunk, scheduled, False)) == (1, verdict), rank
+    g.scheduler.running.append(high)
+    high.num_computed_tokens = 1
+    g.begin()
+    assert (g.clip(low, 8192, 8192), g.clip(high, 8192, 8192)) == (512 // 16, 512 - 512 // 16)
+    third = request("third", 50_000, priority=0)
+    assert g.before_lookup(third, {"low": 1}) == runtime.ADMIT
+    assert g.after_lookup(third, 0, 1, {"low": 1}, False) == runtime.SKIP, "the cap holds for everybody"
+
+
+@pytest.mark.parametrize(("cap", "policy"), [(1, "priority"), (2, "fcfs")])
+def test_rank_counts_for_nothing_with_one_slot_or_first_come_first_served(cap, policy):
+    g = fair_gate([request("low", 100_000, 5000, priority=5), LANE], cap=cap, policy=policy)
+    scheduled = {"low": g.clip(g.scheduler.running[0], 8192, 8192)}
+    high = request("high", 50_000, priority=0)
+    g.before_lookup(high, scheduled)
+    assert g.after_lookup(high, 0, g.chunk(high, 0, 8192), scheduled, False) == runtime.SKIP
+
+
 def test_blocks_and_media_that_must_stay_whole():
     aligned = fair_gate(
         [LONG, LANE], need_mamba_block_aligned_split=True, cache_config=SimpleNamespace(block_size=2048)
@@ -354,7 +407,7 @@ def test_blocks_and_media_that_must_stay_whole():
 
 
 def test_the_allowance_replaces_the_threshold_on_the_schedulers_own_copy():
-    config = SimpleNamespace(long_prefill_token_threshold=1024)
+    config = SimpleNamespace(long_prefill_token_threshold=1024, policy="fcfs")
     scheduler = SimpleNamespace(scheduler_config=config)
     g = runtime.FairGate(scheduler, runtime.Settings({}))
     assert g.allowance == 1024

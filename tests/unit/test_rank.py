@@ -31,16 +31,6 @@ def test_a_process_shows_only_the_variables_that_are_asked_for(tmp_path):
     assert rank.read_process(8, ["DSPARK_"], tmp_path) is None
 
 
-def test_the_last_scheduler_of_the_log_counts():
-    log = [
-        "INFO [issue27-hotfix] in-flight prefill cap=1 policy=strict diag=0",
-        "noise",
-        "INFO [issue27-hotfix] in-flight prefill cap=3 policy=fair diag=0",
-    ]
-    assert rank.find_cap(log) == {"cap": 3, "policy": "fair"}
-    assert rank.find_cap(["[issue27-hotfix] off"]) is None
-
-
 def make_env(root, digest, text):
     folder = root / "envs" / digest / "lib" / "python3.12" / "site-packages" / digests.SCHEDULER
     folder.mkdir(parents=True)
