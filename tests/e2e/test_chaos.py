@@ -322,5 +322,4 @@ def test_the_agents_cost_little_while_idle():
         share = (found["cpu_s"] - before[name]) / (time.monotonic() - started)
         print(f"{name}: {found['resident_bytes'] / 2**20:.0f} MiB, {100 * share:.2f} % of a core")
         assert found["resident_bytes"] <= 40 * 2**20
-        # 0.5 % is the aim; a loaded machine counts waiting for its caches too.
-        assert share <= 0.01
+        assert share <= 0.005
