@@ -88,7 +88,7 @@ e2e: tools  ## the demo, twice, with reboots and bad input, then faults, the fab
 
 .PHONY: chaos
 chaos: tools  ## every fault on the lab's pair, with a table of times (half an hour)
-	@$(RUN) CHAOS=full pytest -s tests/e2e/test_chaos.py
+	@$(RUN) CHAOS=full pytest -s tests/e2e/test_chaos.py tests/e2e/test_resolve.py
 
 .PHONY: lock
 lock: tools  ## resolve a hash lock: make lock VLLM=0.33.0

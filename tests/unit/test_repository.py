@@ -140,7 +140,12 @@ def render(rank: int, tmp_path: Path, **settings: object) -> dict[str, str]:
             "digests": {"env": "a", "scheduler": "b", "model": "c"},
             "packages": {"libnccl2": "2.28.9-1+cuda13.0"},
         },
-        "__fabric_info": {"rails": RAILS, "environment": {"NCCL_IB_MERGE_NICS": "0"}},
+        "__fabric_info": {
+            "rails": RAILS,
+            "environment": {"NCCL_IB_MERGE_NICS": "0"},
+            "meeting": {"address": "10.77.0.{{ groups['sparks'].index(inventory_hostname) + 1 }}"},
+        },
+        "fabric_topology": "pair",
         "ansible_python_interpreter": sys.executable,
         "role_path": str(ROOT / "roles/serve"),
     }
@@ -164,6 +169,7 @@ def test_both_ranks_render_with_the_cap_and_their_own_addresses(tmp_path):
         assert 'DSPARK_ISSUE43_SCHED_DIAG="1"' in made["rank.env"]
         assert not any(name in made["rank.env"] for name in ("VLLM_HOST_IP", "IFNAME", "NCCL_IB"))
         plan = read_plan(made["fabric.json"])
+        assert plan.host == f"10.77.0.{rank + 1}"
         assert plan.addresses == (f"192.168.176.{rank + 1}", f"192.168.177.{rank + 1}")
         assert plan.nccl == "2.28.9-1+cuda13.0" and plan.environment == {"NCCL_IB_MERGE_NICS": "0"}
         agent = json.loads(made["agent.json"])
@@ -178,6 +184,11 @@ def test_both_ranks_render_with_the_cap_and_their_own_addresses(tmp_path):
         assert yaml.safe_load(made["engine.yaml"])["master-addr"] == "192.168.176.1"
     same = [(tmp_path / str(rank) / "engine.yaml").read_text() for rank in (0, 1)]
     assert same[0] == same[1]
+
+
+def test_ranks_of_a_ring_meet_at_the_heads_management_address(tmp_path):
+    made = render(1, tmp_path, fabric_topology="ring")
+    assert yaml.safe_load(made["engine.yaml"])["master-addr"] == "10.77.0.1"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed here")
