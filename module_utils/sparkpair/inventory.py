@@ -39,6 +39,9 @@ OWNED_OPTIONS = {
     "pipeline-parallel-size": "nothing: the hosts share one model by tensor parallelism",
     "port": "serve_port",
     "served-model-name": "model_name",
+    **dict.fromkeys(
+        ("ssl-ca-certs", "ssl-certfile", "ssl-keyfile", "uds"), "nothing: a proxy in front (docs/decisions/0019)"
+    ),
     "tensor-parallel-size": "serve_tensor_parallel_size",
 }
 OWNED_VARIABLES = {
@@ -200,6 +203,12 @@ def _engine_rules(values: Settings) -> list[str]:
     for name, value in values["serve_engine_args"].items():
         if value is None:
             faults.append(f"found no value for {name} in serve_engine_args, expected one (true for a switch)")
+        if value is False:
+            # Its file of options drops a switch that is false, and the default stays (read and tried in 0.32).
+            other = str(name).removeprefix("no-") if str(name).startswith("no-") else f"no-{name}"
+            faults.append(f"found {name}: false in serve_engine_args, which vLLM passes over; expected {other}: true")
+        if f"no-{name}" in values["serve_engine_args"]:
+            faults.append(f"found both {name} and no-{name} in serve_engine_args, expected one of them")
         plain = str(name).lstrip("-").replace("_", "-")
         if plain != name or not re.fullmatch(r"[a-z][a-z0-9-]*", plain):
             faults.append(
