@@ -30,6 +30,7 @@ RETURN = r"""
 env: {description: The environment that is put back, type: str, returned: restored}
 serves: {description: That and its scheduler by one name, type: str, returned: restored}
 patched: {description: Whether the hotfix is in it, type: bool, returned: restored}
+engine: {description: Text of its options of vllm serve, type: str, returned: restored}
 variables: {description: Variables by which its processes are known, type: dict, returned: restored}
 paths: {description: Files and symlinks that change, type: list, elements: str, returned: restored}
 """
@@ -62,6 +63,7 @@ def main() -> None:
         env=found.env,
         serves=found.serves,
         patched=found.patched,
+        engine=found.files.get("/etc/sparkpair/engine.yaml", (0, ""))[1],
         variables=found.variables(places.settings),
         paths=paths,
     )

@@ -160,7 +160,7 @@ class Probed:
 
 @dataclass(frozen=True)
 class Metrics:
-    """vLLM's metrics, asked for at `asked` (monotonic seconds).
+    """vLLM's metrics, asked for at `asked` (monotonic seconds); while draining, the guard's count alone.
 
     busy: requests running or waiting; progress: a text that changes whenever work advances, None without an answer.
     """
@@ -208,6 +208,11 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class Refuse:
+    """From now on the API answers new requests with HTTP 503; those in flight go on."""
+
+
+@dataclass(frozen=True)
 class ReadMetrics:
     generation: int
 
@@ -227,7 +232,7 @@ class Leave:
     """This agent may end now."""
 
 
-Action = Spawn | Kill | Probe | ReadMetrics | Ready | Log | Leave
+Action = Spawn | Kill | Probe | Refuse | ReadMetrics | Ready | Log | Leave
 
 
 def name_difference(theirs: Mapping[str, str], own: Mapping[str, str], head: str) -> str:
@@ -559,6 +564,7 @@ class Agent:
         if self.phase == SERVING:
             self._enter(DRAINING, now)
             self.busy, self.metrics_at = 1, -1e9
+            self._do(Refuse())
         else:
             self._end(now, Cause(why, 0.0), crash=False, graceful=True)
 
