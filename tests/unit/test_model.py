@@ -567,7 +567,7 @@ def test_a_copy_that_is_killed_at_any_point_is_repaired_by_the_next(head, peer):
             model_copy.copy(place, pull_from, 2, quiet)
             model.switch(place)
             assert content(place.link) == content(head.path)
-    assert unfinished >= 12, "most were killed on the way"
+    assert unfinished >= 6, "many were killed on the way"
 
 
 def test_weights_from_nowhere_are_refused(tmp_path):
