@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from ansible.module_utils.sparkpair import hotfix_patcher as patcher
 
-from tests.unit.hotfix_fixture import ROOT, RUNTIME, TOY, install
+from tests.unit.hotfix_fixture import ROOT, RUNTIME, SYNTHETIC_WITH_CAP, TOY, install
 
 
 @pytest.fixture
@@ -176,16 +176,13 @@ def test_foreign_patches_are_recognised(site, line):
     assert tree(site) == before
 
 
-def test_steps_aside_where_the_scheduler_reads_the_cap_itself(site):
-    install(
-        site,
-        changed(
-            "self.max_num_running_reqs = 8", "self.max_num_running_reqs = scheduler_config.max_num_partial_prefills"
-        ),
-    )
+def test_steps_aside_where_the_scheduler_enforces_a_cap_itself(site):
+    install(site, SYNTHETIC_WITH_CAP)
+    before = tree(site)
     assert at(site).report().status == patcher.NOT_NEEDED
     with pytest.raises(patcher.Refused, match="vLLM's own option"):
         at(site).apply()
+    assert tree(site) == before
 
 
 def test_an_older_revision_is_replaced(site):

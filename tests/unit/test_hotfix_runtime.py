@@ -16,7 +16,7 @@ from ansible.module_utils.sparkpair import hotfix_runtime as runtime
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.hotfix_fixture import RUNTIME, TOY
+from tests.unit.hotfix_fixture import RUNTIME, SYNTHETIC_WITH_CAP, TOY
 
 CAP = "DSPARK_MAX_INFLIGHT_PREFILLS"
 
@@ -128,6 +128,20 @@ def test_counts_those_admitted_in_this_step_if_they_stay_partial():
     assert g.before_lookup(request("d", 10), {"b": 10, "c": 90}) == runtime.STOP
 
 
+states = st.tuples(st.integers(1, 300), st.integers(0, 50), st.integers(0, 400))  # prompt, outputs, computed
+
+
+@given(st.lists(states, max_size=8), st.integers(1, 3))
+def test_strict_admits_exactly_while_fewer_are_partial_than_the_cap(running, cap):
+    requests = [request(f"r{i}", p + n, done, prompt=p) for i, (p, n, done) in enumerate(running)]
+    partial = 0
+    for prompt, outputs, computed in running:  # counted token by token: all that no step computed, but the newest output
+        newest = {prompt + outputs - 1} if outputs else set()
+        partial += bool(set(range(computed, prompt + outputs)) - newest)
+    verdict = gate(requests, cap=cap).before_lookup(request("new", 10), {"some": 1})
+    assert verdict == (runtime.STOP if partial >= cap else runtime.ADMIT)
+
+
 def test_loads_in_flight_do_not_count():
     loading = request("l", 100, 99, status="WAITING_FOR_REMOTE_KVS")
     g = gate(waiting=[loading], _inflight_prefills=[loading])
@@ -220,6 +234,12 @@ def test_the_hooks_keep_the_cap(monkeypatch, cap, seen):
     partial = run(scheduler, 120)
     assert max(partial) == seen
     assert not scheduler.running and not scheduler.waiting
+
+
+def test_the_synthetic_scheduler_keeps_a_cap_without_hooks():
+    module = types.ModuleType("synthetic")
+    exec(compile(SYNTHETIC_WITH_CAP, "scheduler.py", "exec"), module.__dict__)
+    assert max(run(toy(module.Scheduler, configured=2), 120)) == 2
 
 
 def test_attach_logs_once_and_sets_the_attribute(monkeypatch, caplog):
