@@ -135,7 +135,7 @@ states = st.tuples(st.integers(1, 300), st.integers(0, 50), st.integers(0, 400))
 def test_strict_admits_exactly_while_fewer_are_partial_than_the_cap(running, cap):
     requests = [request(f"r{i}", p + n, done, prompt=p) for i, (p, n, done) in enumerate(running)]
     partial = 0
-    for prompt, outputs, computed in running:  # counted token by token: all that no step computed, but the newest output
+    for prompt, outputs, computed in running:  # token by token: what no step computed, apart from the newest output
         newest = {prompt + outputs - 1} if outputs else set()
         partial += bool(set(range(computed, prompt + outputs)) - newest)
     verdict = gate(requests, cap=cap).before_lookup(request("new", 10), {"some": 1})
