@@ -13,6 +13,8 @@ Node = Mapping[str, Any]
 DRIFT = "≠"
 WIDTH = 64
 """Longest cell of the table in characters; what is longer stands in full among the faults."""
+IN_FORCE = {"cap": "DSPARK_MAX_INFLIGHT_PREFILLS", "policy": "DSPARK_PREFILL_POLICY"}
+"""What the scheduler logs when it is built, and the variable that it comes from."""
 JOURNAL = "journalctl -u sparkpair-rank on the node"
 
 
@@ -147,11 +149,16 @@ def _node_faults(node: Node, wish: Wish, site: str) -> list[str]:
     fine = ("patched", "not-needed") if wish.patched else ("original", "not-needed", "absent")
     if status not in fine:
         faults.append(f"found the scheduler {status}, expected {fine[0]}: {site}")
-    cap, expected = (part.get("scheduler") or {}).get("cap"), wish.variables.get("DSPARK_MAX_INFLIGHT_PREFILLS", "")
-    if status == "patched" and cap is not None and str(cap) != expected:
-        faults.append(f"found the cap {cap} in the running scheduler, expected {expected}: {site}")
-    if status == "patched" and node.get("completion") and not node["completion"].get("skipped") and cap is None:
-        faults.append(f"found a running scheduler that did not log its cap, expected {expected}: {site}")
+    logged = part.get("scheduler") or {}
+    expected = {what: wish.variables.get(name) for what, name in IN_FORCE.items()}
+    if status == "patched" and logged:
+        wrong = [what for what in IN_FORCE if expected[what] and str(logged[what]) != expected[what]]
+        faults += [
+            f"found the {what} {logged[what]} in the running scheduler, expected {expected[what]}: {site}"
+            for what in wrong
+        ]
+    if status == "patched" and node.get("completion") and not node["completion"].get("skipped") and not logged:
+        faults.append(f"found a running scheduler that did not log its cap, expected {expected['cap']}: {site}")
     return faults
 
 

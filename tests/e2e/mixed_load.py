@@ -2,7 +2,7 @@
 
     python3 - PORT MODEL SEED < mixed_load.py
 
-Two streams of 400 tokens; four prompts of 8000 tokens from second 1 on; six prompts of 64 tokens, one a second from
+Two streams of 400 tokens; four prompts of 12 000 tokens from second 1 on; six prompts of 64 tokens, one a second from
 second 2 on. Standard library only. Prompts are token ids drawn from SEED, so that none is cached from a run before.
 """
 
@@ -18,7 +18,7 @@ import time
 
 LANES = (
     [("live", 16, 0.0, 400)] * 2
-    + [("long", 8000, 1.0 + i / 10, 32) for i in range(4)]
+    + [("long", 12_000, 1.0 + i / 10, 32) for i in range(4)]
     + [("short", 64, 2.0 + i, 16) for i in range(6)]
 )
 """Kind, tokens of the prompt, seconds until it is sent, tokens that are asked for."""
@@ -37,7 +37,7 @@ def lane(port: int, model: str, kind: str, prompt: list[int], delay: float, toke
     for line in connection.getresponse():
         if line.startswith(b"data: {"):
             if b'"error"' in line:
-                raise SystemExit(line.decode())
+                raise RuntimeError(line.decode())
             times.append(time.perf_counter())
     gaps = [b - a for a, b in itertools.pairwise(times)]
     found.append({"kind": kind, "ttft": times[0] - began, "gaps": gaps, "tokens": len(prompt) + tokens})
@@ -47,7 +47,7 @@ def main() -> None:
     port, model, seed = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
     r, found, began = random.Random(seed), [], time.perf_counter()
     threads = [
-        threading.Thread(target=lane, args=(port, model, kind, [r.randrange(3, 500) for _ in range(n)], *rest, found))
+        threading.Thread(target=lane, args=(port, model, kind, [r.randrange(3, 250) for _ in range(n)], *rest, found))
         for kind, n, *rest in LANES
     ]
     for thread in threads:

@@ -120,7 +120,7 @@ def measure(variant: str, seeds: range) -> dict[str, dict[str, float]]:
     began, env = time.monotonic(), environ(variant)
     rig = rig_with_original()
     row = {"random": random_workloads(rig, env, seeds), **named_workloads(rig, env)}
-    print(f"{variant:12} [{time.monotonic() - began:.0f} s]", flush=True)
+    print(f"{variant:12} [{time.monotonic() - began:.0f} s] {json.dumps(row)}", flush=True)
     return row
 
 

@@ -7,7 +7,7 @@ import copy
 import pytest
 from ansible.module_utils.sparkpair.report import Wish, faults_of, table
 
-WANT = {"DSPARK_MAX_INFLIGHT_PREFILLS": "2"}
+WANT = {"DSPARK_MAX_INFLIGHT_PREFILLS": "2", "DSPARK_PREFILL_POLICY": "strict"}
 WISH = Wish(WANT, patched=True, play="ansible-playbook -i inventory/mine", api="127.0.0.1:8000")
 
 
@@ -69,6 +69,7 @@ def change(pair, name, path, value):
         ("spark-b", "hotfix/found/status", "original", "scheduler original"),
         ("spark-a", "rank_info/scheduler", None, "did not log its cap"),
         ("spark-a", "rank_info/scheduler/cap", 1, "cap 1"),
+        ("spark-a", "rank_info/scheduler/policy", "fair", "policy fair"),
         ("spark-a", "completion", {"failed": True, "msg": "no answer within 5 s"}, "no answer"),
     ],
 )
