@@ -247,6 +247,43 @@ def test_interrupted_anywhere_it_leaves_a_scheduler_that_runs(site, monkeypatch,
     assert at(site).report().status == (patcher.PATCHED if verb == "apply" else patcher.ORIGINAL)
 
 
+KILLED = """
+import os, sys
+import patcher
+left = int(sys.argv[1])
+def dying(real):
+    def call(*args, **kwargs):
+        global left
+        left -= 1
+        if left < 0:
+            os._exit(9)
+        return real(*args, **kwargs)
+    return call
+os.fsync, patcher.Path.replace, patcher.Path.unlink = map(dying, (os.fsync, patcher.Path.replace, patcher.Path.unlink))
+getattr(patcher.Installation(patcher.Path(sys.argv[2]), open(patcher.MODULE).read()), sys.argv[3])()
+"""
+
+
+@pytest.mark.parametrize("verb", ["apply", "revert"])
+def test_killed_before_any_write_it_leaves_a_scheduler_that_runs_and_the_next_run_ends_it(site, verb):
+    path = install(site)
+    patched = patcher.patch(TOY.encode(), at(site).revision)
+    for calls in range(20):
+        getattr(at(site), "revert" if verb == "apply" else "apply")()
+        command = [sys.executable, "-c", KILLED, str(calls), str(site), verb]
+        done = subprocess.run(command, cwd=ROOT / "patches", check=False, capture_output=True, text=True)
+        assert done.returncode in (0, 9), done.stderr
+        assert path.read_bytes() in (TOY.encode(), patched)
+        if path.read_bytes() == patched:
+            assert (path.parent / patcher.MODULE).read_text() == RUNTIME
+        getattr(at(site), verb)()
+        assert at(site).report().status == (patcher.PATCHED if verb == "apply" else patcher.ORIGINAL)
+        assert not list(path.parent.glob(".dspark-*"))
+        if done.returncode == 0:
+            break
+    assert calls >= 3 and done.returncode == 0, "it was killed at each of its steps"
+
+
 def test_two_at_once(site):
     path = install(site)
     errors = []
