@@ -354,13 +354,23 @@ def test_looks_at_16_held_requests_and_no_more_but_for_who_must_not_wait():
     assert g.before_lookup(request("h17", 50_000), scheduled) == runtime.STOP
 
 
-def test_a_stalled_prefill_is_let_through_after_8_steps():
-    g = fair_gate([LONG, LANE])
-    for _ in range(runtime.MOST_STALLED):
-        assert g.clip(LONG, 8192, 8192) == 512
-        g.end({"lane": 1})
+def test_a_stalled_prefill_gets_an_allowance_of_its_own_after_8_steps():
+    other = request("other", 50_000, 4000)
+    g = fair_gate([LONG, other, LANE])
+    for got in [0] * runtime.MOST_STALLED + [512, 0]:
+        assert (g.clip(LONG, 8192, 8192), g.clip(other, 7680, 7680)) == (512, got)
+        g.end({"long": 512, "lane": 1} | ({"other": got} if got else {}))
         g.begin()
-    assert g.clip(LONG, 8192, 8192) == 8192
+
+
+@pytest.mark.parametrize("cap", [2, 3])
+def test_one_long_prompt_at_a_time_whatever_the_cap(cap):
+    g = fair_gate([LONG, LANE], cap=cap)
+    scheduled = {"long": g.clip(LONG, 100, 8192)}
+    for name, total, verdict in (("second", 50_000, runtime.SKIP), ("short", 2000, runtime.ADMIT)):
+        req = request(name, total)
+        g.before_lookup(req, scheduled)
+        assert g.after_lookup(req, 0, g.chunk(req, 0, 8192), scheduled, False) == verdict
 
 
 def test_the_report_says_why_and_how_long_a_request_is_held_and_why_another_is_not():
