@@ -152,7 +152,7 @@ def write_fresh(settings: Settings, node: Node, base: Path, hashed_password: str
     shadow = (base / "etc/shadow").stat()
     os.chown(upper / "etc/shadow", shadow.st_uid, shadow.st_gid)
     (upper / "srv").mkdir(exist_ok=True)
-    simulated_rdma.write_tree(upper / SYSFS, node.index)
+    simulated_rdma.write_tree(upper / SYSFS, node.index, "ring" if settings.ring else "p0")
     partial.rename(folder)
 
 

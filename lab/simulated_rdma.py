@@ -24,8 +24,8 @@ LIVE = ("carrier", "operstate", "mtu", "address", "flags", "statistics")
 GID_SLOTS = 8
 """Slots that are written; the kernel shows 256, all but the first few empty."""
 
-FABRIC_NETWORKS = ("192.168.176", "192.168.177")
-"""First three bytes of the rails' addresses in the simulated GID tables: the default plan's networks."""
+FIRST_NETWORK = 176
+"""Third byte of rail 0's addresses, 192.168.x, in the simulated GID tables: the default plan's networks."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,16 @@ class Port:
 
 
 def spark_ports(node_index: int, cabled: str = "p0") -> list[Port]:
-    """The four functions of node `node_index` (0 is the head) with the cable in cage `cabled`."""
+    """The four functions of node `node_index` (0 is the head) with the cable in cage `cabled`.
+
+    In a "ring" both cages are cabled; cable n joins p0 of node n to p1 of the next, and has networks of its own.
+    """
     ports = []
     for function in (0, 1):
         for twin, (domain, prefix) in enumerate((("0000", ""), ("0002", "P2"))):
-            up = cabled == f"p{function}"
+            up = cabled in (f"p{function}", "ring")
+            cable = (node_index - function) % 3 if cabled == "ring" else 0
+            network = f"192.168.{FIRST_NETWORK + 2 * cable + twin}"
             ports.append(
                 Port(
                     netdev=f"en{prefix}p1s0f{function}np{function}",
@@ -64,7 +69,7 @@ def spark_ports(node_index: int, cabled: str = "p0") -> list[Port]:
                     carrier="1" if up else "0",
                     speed="200000" if up else "-1",
                     mac=f"4c:bb:47:00:{node_index + 1:02x}:{2 * function + twin + 1:02x}",
-                    addresses=(f"{FABRIC_NETWORKS[twin]}.{node_index + 1}",) if up else (),
+                    addresses=(f"{network}.{node_index + 1}",) if up else (),
                     switch_id=f"4cbb4700{node_index + 1:04x}",
                 )
             )
@@ -152,7 +157,7 @@ def write_management(root: Path) -> None:
     (net / "device").symlink_to("../../../devices/0007:01:00.0")
 
 
-def write_tree(root: Path, node_index: int) -> None:
+def write_tree(root: Path, node_index: int, cabled: str = "p0") -> None:
     """Make the whole tree for lab node `node_index` (0 is the head) at `root`; an earlier one is replaced.
 
     Raises FileExistsError when `root` holds anything that this function did not make.
@@ -165,13 +170,13 @@ def write_tree(root: Path, node_index: int) -> None:
         root / MARKER,
         "Simulated ConnectX-7, made by lab/simulated_rdma.py. Not a real adapter.",
     )
-    for port in spark_ports(node_index):
+    for port in spark_ports(node_index, cabled):
         write_netdev(root, port, live=True)
         write_hca(root, port)
     write_management(root)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 3:
-        sys.exit("usage: simulated_rdma.py ROOT NODE_INDEX")
-    write_tree(Path(sys.argv[1]), int(sys.argv[2]))
+    if len(sys.argv) not in (3, 4):
+        sys.exit("usage: simulated_rdma.py ROOT NODE_INDEX [p0|p1|ring]")
+    write_tree(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

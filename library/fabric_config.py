@@ -21,9 +21,11 @@ options:
   rank: {description: Position of this node in the cluster., type: int, default: 0}
   names: {description: Names of all nodes in rank order for /etc/hosts., type: list, elements: str, default: []}
   ports: {description: TCP ports for peers alone; without it firewalls stay as they are., type: list, elements: int}
+  meeting: {description: Where ranks meet if not on a rail; in rank order., type: list, elements: str, default: []}
   mtu: {description: MTU of the rails in bytes., type: int, default: 9000}
   netplan_file: {description: The netplan file that is ours., type: path, default: /etc/netplan/40-sparkpair.yaml}
   netplan: {description: Content of the netplan file., type: str, default: ''}
+  run: {description: The RV(run) whose plan is confirmed or reverted., type: str, default: ''}
   confirm_seconds:
     description: When a plan that nobody confirmed is taken back.
     type: int
@@ -44,6 +46,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 pending: {description: The plan was applied and waits for confirmation., type: bool, returned: always}
+run: {description: Name of this run., type: str, returned: state=present}
 changes: {description: What differed from the plan., type: list, elements: str, returned: state=present or absent}
 """
 
@@ -57,9 +60,11 @@ SPEC = {
     "rank": {"type": "int", "default": 0},
     "names": {"type": "list", "elements": "str", "default": []},
     "ports": {"type": "list", "elements": "int"},
+    "meeting": {"type": "list", "elements": "str", "default": []},
     "mtu": {"type": "int", "default": 9000},
     "netplan_file": {"type": "path", "default": "/etc/netplan/40-sparkpair.yaml"},
     "netplan": {"type": "str", "default": ""},
+    "run": {"type": "str", "default": ""},
     "confirm_seconds": {"type": "int", "default": 45},
     "journal": {"type": "path", "default": "/var/lib/sparkpair/fabric/journal.json"},
 }

@@ -48,16 +48,20 @@ rails:
   type: list
   elements: dict
   returned: always
+meeting: {description: Address and netdev at which all ranks reach this one., type: dict, returned: always}
+vendor: {description: Vendor of the board; OEM units differ from NVIDIA's own in firmware., type: str, returned: always}
 environment: {description: NCCL's variables for this topology., type: dict, returned: always}
 cages: {description: All ports of the adapter by cage., type: dict, returned: always}
 default_route_interfaces: {description: Interfaces of default routes., type: list, returned: always}
 problems: {description: What makes the rails slow., type: list, returned: always}
 managers: {description: Who manages each rail (netplan NetworkManager networkd)., type: dict, returned: success}
+renderer: {description: Renderer of plans that name none; empty for networkd., type: str, returned: success}
 foreign_addresses: {description: Addresses on rails that are not of the plan., type: dict, returned: always}
 """
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.sparkpair.fabric_reader import read_node
+from ansible.module_utils.sparkpair.facts import tolerant
 
 
 def main() -> None:
@@ -78,7 +82,7 @@ def main() -> None:
     )
     prefix = f"{module.params['node']}: " if module.params["node"] else ""
     try:
-        found = read_node(module.params, module.run_command)
+        found = read_node(module.params, tolerant(module.run_command))
     except ValueError as error:
         module.fail_json(msg=f"{prefix}{error}")
     if found["problems"] and not module.params["allow_degraded"]:

@@ -28,6 +28,9 @@ FULL_SPEED = 200_000
 FULL_WIDTH = 4
 """PCIe lanes of each function; firmware from before April 2026 brings one of them up with 2."""
 
+FOUNDERS = "NVIDIA"
+"""Board vendor of NVIDIA's own units in DMI. OEM units have the same ports and names, and get firmware later."""
+
 FULL_PCIE = "32.0 GT/s"
 """PCIe speed of each function, as sysfs begins it (Gen5)."""
 
@@ -40,6 +43,10 @@ Probe = Callable[[Sequence["Port"]], Mapping[str, set[str]]]
 _NAME = re.compile(r"^en(?:p|P2p)1s0f([01])np\1$")
 _PORT = re.compile(r"^p\d+$")
 _PCI = re.compile(r"^([0-9a-f]{4,}):[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
+
+
+RING_ENVIRONMENT = {"NCCL_IB_MERGE_NICS": "0", "NCCL_NET_PLUGIN": "none", "NCCL_IB_SUBNET_AWARE_ROUTING": "1"}
+"""What NCCL needs in a ring of three (NVIDIA's playbook for three Sparks)."""
 
 
 class FabricError(ValueError):
@@ -107,7 +114,9 @@ class Rail:
 class Fabric:
     """What a node's fabric is, and what is not as it should be (`problems`, one sentence each).
 
-    `environment` are the variables that NCCL needs for this topology, none for a pair or a switch.
+    `environment` are the variables that NCCL needs for this topology, none for a pair or a switch. `meeting` is the
+    address, without prefix, at which all ranks reach this one, and its interface: rail 0's, in a ring the management
+    network's. `vendor` is the board's in DMI, empty when unknown.
     """
 
     cage: str
@@ -117,6 +126,8 @@ class Fabric:
     problems: tuple[str, ...]
     foreign_addresses: dict[str, tuple[str, ...]]
     environment: dict[str, str]
+    meeting: dict[str, str]
+    vendor: str
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data for `exit_json`."""
@@ -252,6 +263,8 @@ def unusable(cage: str, twins: Sequence[Port], default_route: Iterable[str]) -> 
         return f"cage {here} carries the default route on {routed[0]}: the fabric needs a cage of its own"
     if len(twins) > RAILS:
         return f"cage {here} has {len(twins)} interfaces instead of {RAILS}: rename or remove what is not a twin"
+    if len({port.switch_id for port in twins} - {None}) > 1:
+        return f"cage {here} joins two adapters (phys_switch_id): remove the one that is not the Spark's"
     if linked and len(twins) < RAILS:
         return (
             f"cage {here} shows only one of its two twins: the other PCI function is missing, "
@@ -329,9 +342,10 @@ def peer_addresses(subnet: str, rank: int, names: Sequence[str], hosts: Sequence
     return found
 
 
-def degraded(twins: Iterable[Port]) -> list[str]:
-    """What makes the chosen twins slow although they have a link, with the remedy."""
+def degraded(twins: Iterable[Port], vendor: str = FOUNDERS) -> list[str]:
+    """What makes the chosen twins slow although they have a link, with the remedy for a unit of `vendor`."""
     found = []
+    oem = f", or the update from {vendor}, whose units get it later" if vendor not in ("", FOUNDERS) else ""
     for port in twins:
         if port.speed is not None and port.speed < FULL_SPEED:
             found.append(
@@ -341,7 +355,7 @@ def degraded(twins: Iterable[Port]) -> list[str]:
         if port.link_width is not None and port.link_width < FULL_WIDTH:
             found.append(
                 f"{port.netdev} has {port.link_width} PCIe lanes instead of {FULL_WIDTH}: "
-                "update the firmware (fwupdmgr update) and restart the node"
+                f"update the firmware (fwupdmgr update{oem}) and restart the node"
             )
         if port.link_speed is not None and not port.link_speed.startswith(FULL_PCIE):
             found.append(
@@ -439,12 +453,20 @@ def ring_rails(
     return tuple(rails)
 
 
-def ring_environment(links: Iterable[Mapping[str, Any]], host: str, default_route: Sequence[str]) -> dict[str, str]:
-    """NCCL's variables for a ring. Ranks meet over the management network, because no rail reaches all of them."""
-    managing = [str(link["ifname"]) for link in links if any(a.split("/")[0] == host for a in ipv4_addresses(link))]
-    interface = next(iter([*managing, *default_route]), "")
-    found = {"NCCL_IB_MERGE_NICS": "0", "NCCL_NET_PLUGIN": "none", "NCCL_IB_SUBNET_AWARE_ROUTING": "1"}
-    return found | ({"NCCL_SOCKET_IFNAME": f"={interface}"} if interface else {})
+def ring_meeting(links: Iterable[Mapping[str, Any]], host: str, default_route: Sequence[str]) -> dict[str, str]:
+    """Where ranks of a ring meet, because no rail reaches all of them: the management address of this node.
+
+    It is `host` where that is an address here, else the one of the default route. Raises FabricError without either.
+    """
+    here = {a.split("/")[0]: str(link["ifname"]) for link in links for a in ipv4_addresses(link)}
+    routed = [address for interface in default_route for address, netdev in here.items() if netdev == interface]
+    address = host if host in here else next(iter(routed), "")
+    if not address:
+        raise FabricError(
+            "ranks of a ring meet over the management network, but no interface has "
+            f"{host or 'a default route'}: write the node's IPv4 address as its ansible_host"
+        )
+    return {"address": address, "netdev": here[address]}
 
 
 def read_fabric(
@@ -483,14 +505,18 @@ def read_fabric(
         rails = ring_rails(cages, plans, rank, names, default_route, probe)
     else:
         rails = make_rails(cages[chosen], plans, rank, nodes)
-    host = next(iter(hosts[rank : rank + 1]), "")
+    vendor = attribute(sysfs_root / "class/dmi/id/board_vendor") or ""
+    first = {"address": rails[0].addresses_by_rank[rank], "netdev": rails[0].netdev}
+    meeting = ring_meeting(links, next(iter(hosts[rank : rank + 1]), ""), default_route) if ring else first
     foreign = {rail.netdev: tuple(a for a in rail.addresses if a != rail.address) for rail in rails}
     return Fabric(
         cage=chosen,
         rails=rails,
         cages=cages,
         default_route_interfaces=default_route,
-        problems=tuple(degraded(port for twins in cages.values() for port in twins if port.netdev in used)),
+        problems=tuple(degraded((port for twins in cages.values() for port in twins if port.netdev in used), vendor)),
         foreign_addresses={netdev: addresses for netdev, addresses in foreign.items() if addresses},
-        environment=ring_environment(links, host, default_route) if ring else {},
+        environment=RING_ENVIRONMENT if ring else {},
+        meeting=meeting,
+        vendor=vendor,
     )

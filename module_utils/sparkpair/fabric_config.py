@@ -8,13 +8,17 @@ Commands are run by a function that is handed in.
 from __future__ import annotations
 
 import base64
+import fcntl
 import hashlib
 import inspect
 import json
+import os
+import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,11 +42,34 @@ from ansible.module_utils.sparkpair.fabric_wanted import (
     mode_of,
     read_json,
     read_text,
+    ufw_unmet,
 )
 from ansible.module_utils.sparkpair.plan import check_mtu
 
 SETTLE_SECONDS = 15.0
 """How long addresses may take to appear after `netplan apply`; a link that bounces needs about 5 seconds."""
+
+
+BUSY = (
+    "another run of the fabric stage is at work on this node, or was cut off and its plan is not taken back yet: "
+    "wait a minute and run again"
+)
+
+
+@contextmanager
+def alone(config: Config, run: Run) -> Iterator[None]:
+    """Hold this node for one task of one run. Raises FabricError while another run holds it or waits to confirm."""
+    folder = os.open(config.inside("/etc/netplan"), os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        journal = read_json(config.inside(config.journal))
+        if journal and journal.get("run") != config.run and fabric_guard.armed(run):
+            raise FabricError(BUSY)
+        yield
+    except BlockingIOError as error:
+        raise FabricError(BUSY) from error
+    finally:
+        os.close(folder)
 
 
 @dataclass
@@ -96,12 +123,10 @@ def undo_commands(config: Config, wanted: Wanted) -> tuple[list[list[str]], list
 
 
 def save(config: Config, wanted: Wanted, run: Run) -> None:
-    """Keep the state as it is in the journal, unless an older, unconfirmed one is there."""
+    """Keep the state as it is in the journal. A journal that outlived its guard holds an older state, which stays."""
     journal = config.inside(config.journal)
-    if journal.is_file():
-        return
     before, after = undo_commands(config, wanted)
-    state = {
+    state = read_json(journal) or {
         "files": {str(path): kept(config, path) for path in wanted.files},
         "live": {netdev: state for netdev, state in read_live(run).items() if netdev in config.addresses},
         "settings": {str(path): read_text(config.inside(path)).strip() for path in config.settings()},
@@ -109,7 +134,7 @@ def save(config: Config, wanted: Wanted, run: Run) -> None:
         "after": after,
     }
     journal.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    write_atomic(journal, json.dumps(state, indent=1).encode(), 0o600)
+    write_atomic(journal, json.dumps({**state, "run": config.run}, indent=1).encode(), 0o600)
 
 
 def apply(config: Config, wanted: Wanted, run: Run, seconds: float) -> None:
@@ -166,6 +191,10 @@ def converge(config: Config, run: Run, check: bool, seconds: float = SETTLE_SECO
         for profile in wanted.profiles
         if profile_file(profile, config.root)
     ]
+    said += [
+        f"ufw is active and has no rule for {address}, from where a rank of the ring comes: ufw allow from {address}"
+        for address in ufw_unmet(config)
+    ]
     if wanted.changes:
         validate(config, wanted.files, run)
     if check or not (wanted.changes or pending):
@@ -196,7 +225,7 @@ def confirm(config: Config, run: Run) -> None:
     Raises FabricError when the timer was quicker.
     """
     journal = read_json(config.inside(config.journal))
-    if not journal:
+    if not journal or journal["run"] != config.run:
         raise FabricError(
             f"the plan was taken back, because it was not confirmed within {config.confirm_seconds} s: run again"
         )
@@ -214,7 +243,10 @@ def confirm(config: Config, run: Run) -> None:
 
 
 def revert(config: Config, run: Run) -> bool:
-    """Restore what the journal holds; False when there is none. Raises GuardError when netplan fails."""
+    """Restore what the journal of this run holds; False when there is none. Raises GuardError when netplan fails."""
+    journal = read_json(config.inside(config.journal))
+    if not journal or journal["run"] != config.run:
+        return False
     done: bool = fabric_guard.restore(config.journal, run, config.root)
     return done
 
@@ -226,7 +258,7 @@ def remove(journal: Path, run: Run, check: bool, root: Path = Path("/")) -> list
     """
     bare = Config(rails=(), mtu=0, netplan_file=Path("/"), netplan_text="", journal=journal, root=root)
     if not check:
-        revert(bare, run)
+        fabric_guard.restore(journal, run, root)
     origin = read_json(inside(root, bare.origin))
     if not origin:
         return []
@@ -272,21 +304,25 @@ def run_task(params: Mapping[str, Any], run: Run, check: bool) -> tuple[dict[str
     """
     journal, state = Path(params["journal"]), params["state"]
     if state == "absent":
-        return listed(remove(journal, run, check), False), []
+        with alone(Config((), 0, Path("/"), "", journal), run):
+            return listed(remove(journal, run, check), False), []
     config = Config(
+        run=secrets.token_hex(8) if state == "present" else params["run"],
         mtu=check_mtu(params["mtu"]),
         netplan_file=Path(params["netplan_file"]),
         netplan_text=params["netplan"],
         journal=journal,
         confirm_seconds=params["confirm_seconds"],
-        **{name: params[name] for name in ("rails", "rank", "names", "ports")},
+        **{name: params[name] for name in ("rails", "rank", "names", "ports", "meeting")},
     )
+    if not all(config.meeting):
+        raise FabricError("a ring is configured as a whole, because its nodes let each other in: run without --limit")
     if state == "present":
-        outcome = converge(config, run, check)
-        return listed(outcome.changes, outcome.pending), outcome.said
-    pending = journal.is_file()
+        with nullcontext() if check else alone(config, run):
+            outcome = converge(config, run, check)
+        return {**listed(outcome.changes, outcome.pending), "run": config.run}, outcome.said
     if state == "reverted":
-        return {"changed": pending if check else revert(config, run), "pending": False}, []
+        return {"changed": not check and revert(config, run), "pending": False}, []
     if not check:
         confirm(config, run)
     return {"changed": False, "pending": False}, []

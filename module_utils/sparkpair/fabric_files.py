@@ -12,6 +12,9 @@ ARP_SETTINGS = {"arp_ignore": "1", "arp_announce": "2"}
 TABLE = "sparkpair"
 """Our nftables table, family inet; no other table is touched."""
 
+EPHEMERAL = "32768-60999"
+"""Where vLLM, Gloo and NCCL listen when nobody names a port: the kernel's default net.ipv4.ip_local_port_range."""
+
 FIREWALL_UNIT = "sparkpair-fabric.service"
 
 BEGIN, END = "# BEGIN sparkpair fabric", "# END sparkpair fabric"
@@ -58,8 +61,13 @@ def with_block(text: str, block: str) -> str:
     return f"{text}\n{block}" if text and block and not text.endswith("\n") else text + block
 
 
-def firewall_text(rails: Sequence[Mapping[str, Any]], rank: int, ports: Iterable[int]) -> str:
+def firewall_text(
+    rails: Sequence[Mapping[str, Any]], rank: int, ports: Iterable[int], meeting: Sequence[str] = ()
+) -> str:
     """The nftables file of a node: peers over their rail pass, everybody else is kept from the pair's own ports.
+
+    `meeting` are the addresses by rank at which ranks meet where no rail reaches all of them: there peers may ask the
+    ports and `EPHEMERAL` ones, and others may open no connection to those.
 
     vLLM, Gloo and NCCL open random ports on the fabric address, without authentication; the rendezvous store
     listens on all addresses. The kernel answers for any of its addresses on any interface, so that an address
@@ -70,6 +78,7 @@ def firewall_text(rails: Sequence[Mapping[str, Any]], rank: int, ports: Iterable
         for rail in rails
         if (peers := [a for other, a in enumerate(rail["addresses_by_rank"]) if a and other != rank])
     ]
+    others = ", ".join(address for other, address in enumerate(meeting) if other != rank)
     own = ", ".join(rail["addresses_by_rank"][rank] for rail in rails)
     closed = ", ".join(str(port) for port in sorted(set(ports)))
     lines = [
@@ -82,6 +91,7 @@ def firewall_text(rails: Sequence[Mapping[str, Any]], rank: int, ports: Iterable
         '    iifname "lo" accept',
         *accept,
         f"    ip daddr {{ {own} }} drop",
+        *([f"    ip saddr {{ {others} }} accept", f"    tcp dport {EPHEMERAL} ct state new drop"] if others else []),
         *([f"    tcp dport {{ {closed} }} drop"] if closed else []),
         "  }",
         "}",

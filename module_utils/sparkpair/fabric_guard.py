@@ -114,6 +114,12 @@ def arm(journal: Path, source: str, seconds: float, run: Run, root: Path = Path(
     must(run, "systemd-run", "--quiet", "--collect", *when, f"--unit={SERVICE}")
 
 
+def armed(run: Run) -> bool:
+    """Whether a plan waits for its confirmation, or is being taken back right now."""
+    states = run(["systemctl", "is-active", TIMER, SERVICE])[1].split()
+    return "active" in states or "activating" in states
+
+
 def disarm(journal: Path, run: Run, root: Path = Path("/")) -> None:
     """Forget the journal and remove timer, unit and program."""
     inside(root, journal).unlink(missing_ok=True)

@@ -18,6 +18,12 @@ def ip_json(run: Run, *command: str) -> list[dict[str, Any]]:
     return list(json.loads(must(run, "ip", "-j", *command) or "[]"))
 
 
+def read_renderer(run: Run) -> str:
+    """Who carries out netplan's plans that name nobody; empty when netplan does not tell, which means networkd."""
+    status, out, _ = run(["netplan", "get", "network.renderer"])
+    return "" if status or out.strip() == "null" else out.strip()
+
+
 def read_node(params: Mapping[str, Any], run: Run) -> dict[str, Any]:
     """What `fabric_info` returns for its arguments. Raises ValueError (FabricError, PlanError or GuardError)."""
 
@@ -31,4 +37,4 @@ def read_node(params: Mapping[str, Any], run: Run) -> dict[str, Any]:
     plan = {key: params[key] for key in ("subnet", "rank", "names", "hosts", "cage", "ring")}
     fabric = read_fabric(Path(params["sysfs_root"]), links, routes, probe=ask, **plan)
     rails = {rail.netdev: rail.mac for rail in fabric.rails}
-    return {**fabric.as_dict(), "managers": managers(Path("/"), rails, run)}
+    return {**fabric.as_dict(), "managers": managers(Path("/"), rails, run), "renderer": read_renderer(run)}

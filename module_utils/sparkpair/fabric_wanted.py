@@ -56,8 +56,8 @@ class Config:
     """What a node's rails shall be.
 
     `rails` as `fabric_info` returns them, `names` of all nodes in rank order (empty: /etc/hosts stays as it is),
-    `ports` that only peers may reach; None leaves every firewall alone. Files are absolute paths below `root`,
-    which only tests change.
+    `ports` that only peers may reach; None leaves every firewall alone. `meeting` as `firewall_text` takes it. Files
+    are absolute paths below `root`, which only tests change. `run` names the run that wants all this.
     """
 
     rails: Sequence[Mapping[str, Any]]
@@ -68,8 +68,10 @@ class Config:
     rank: int = 0
     names: Sequence[str] = ()
     ports: Sequence[int] | None = None
+    meeting: Sequence[str] = ()
     confirm_seconds: int = CONFIRM_SECONDS
     root: Path = Path("/")
+    run: str = ""
 
     @property
     def addresses(self) -> dict[str, str]:
@@ -93,7 +95,7 @@ class Config:
 
     def firewall(self) -> str:
         """Our nftables file; empty when firewalls are left alone."""
-        return "" if self.ports is None else firewall_text(self.rails, self.rank, self.ports)
+        return "" if self.ports is None else firewall_text(self.rails, self.rank, self.ports, self.meeting)
 
     def files(self) -> dict[Path, Content]:
         """Every file that is ours; of /etc/hosts one block is."""
@@ -237,6 +239,14 @@ def ufw_missing(config: Config) -> list[str]:
     if config.ports is None or not ufw_enabled(conf):
         return []
     return [netdev for netdev in config.addresses if not ufw_allowed(rules, netdev)]
+
+
+def ufw_unmet(config: Config) -> list[str]:
+    """Addresses off the rails where ranks meet, and that no rule of an active ufw names."""
+    conf, rules = (read_text(config.inside(path)) for path in UFW)
+    if config.ports is None or not ufw_enabled(conf):
+        return []
+    return [a for rank, a in enumerate(config.meeting) if rank != config.rank and f" {a} " not in rules]
 
 
 def foreign_plans(config: Config) -> list[str]:

@@ -51,14 +51,14 @@ class ResolveError(Exception):
 class Plan:
     """What the serve role knows when it writes CONFIG.
 
-    `addresses` of this node, rail 0 first, without prefix. `subnet` is the fabric's. `host` is the address of this node
-    that all ranks reach; empty is the first of `addresses`. `hca` is a selector in NCCL's grammar; empty takes the
-    devices of the rails. `nccl` is the version of the library, empty for a recent one. `environment` is passed on.
+    `addresses` of this node, rail 0 first, without prefix; all ranks reach it at `host`. `subnet` is the fabric's.
+    `hca` is a selector in NCCL's grammar; empty takes the devices of the rails. `nccl` is the version of the library,
+    empty for a recent one. `environment` is passed on.
     """
 
     addresses: tuple[str, ...]
+    host: str
     subnet: str
-    host: str = ""
     hca: str = ""
     nccl: str = ""
     wait_seconds: float = 60.0
@@ -251,11 +251,10 @@ def version(text: str) -> tuple[int, ...]:
 
 def resolve(plan: Plan, addresses: Mapping[str, Sequence[str]], devices: Sequence[Device]) -> dict[str, str]:
     """The environment of the rank. Raises ResolveError."""
-    host = plan.host or plan.addresses[0]
-    meeting, *rails = find_interfaces([host, *plan.addresses], addresses)
+    meeting, *rails = find_interfaces([plan.host, *plan.addresses], addresses)
     found = {
         **plan.environment,
-        "VLLM_HOST_IP": host,
+        "VLLM_HOST_IP": plan.host,
         "GLOO_SOCKET_IFNAME": meeting,
         "NCCL_SOCKET_IFNAME": f"={meeting}",
     }

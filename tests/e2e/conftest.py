@@ -30,9 +30,8 @@ def play(playbook: str, *arguments: str, inventory: str = "inventory/lab", check
     return run("ansible-playbook", "-i", inventory, playbook, *arguments, check=check, **variables)
 
 
-@pytest.fixture(scope="session")
-def fresh_lab():
-    """Fresh nodes for all tests; afterwards the lab is gone without a trace. KEEP_LAB=1 uses and keeps what runs."""
+def new_lab():
+    """Fresh nodes; afterwards the lab is gone without a trace. KEEP_LAB=1 uses and keeps what runs."""
     if os.environ.get("KEEP_LAB"):
         yield
         return
@@ -41,3 +40,7 @@ def fresh_lab():
     yield
     lab("down")
     assert "nothing is left" in lab("leftovers")
+
+
+fresh_lab = pytest.fixture(scope="session")(new_lab)
+own_lab = pytest.fixture(scope="module")(new_lab)

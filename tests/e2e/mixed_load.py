@@ -2,7 +2,7 @@
 
     python3 - PORT MODEL SEED < mixed_load.py
 
-Two streams of 400 tokens; four prompts of 12 000 tokens from second 1 on; six prompts of 64 tokens, one a second from
+Two streams of 400 tokens; four prompts of 24 000 tokens from second 1 on; six prompts of 64 tokens, one a second from
 second 2 on. Standard library only. Prompts are token ids drawn from SEED, so that none is cached from a run before.
 """
 
@@ -18,7 +18,7 @@ import time
 
 LANES = (
     [("live", 16, 0.0, 400)] * 2
-    + [("long", 12_000, 1.0 + i / 10, 32) for i in range(4)]
+    + [("long", 24_000, 1.0 + i / 10, 32) for i in range(4)]
     + [("short", 64, 2.0 + i, 16) for i in range(6)]
 )
 """Kind, tokens of the prompt, seconds until it is sent, tokens that are asked for."""

@@ -11,20 +11,13 @@ import pytest
 from fabric_lab import NODES, addressed, ip, journal, picture, root, wait
 from test_demo import ROOT, changed, lab, play
 
+pytestmark = pytest.mark.usefixtures("own_lab")
 BACK_S = 60
 """Promised time from the fault to the old state."""
 
 DEAF = "nft add table inet deaf; nft add chain inet deaf in '{ type filter hook input priority 0; }'; \
 nft add rule inet deaf in icmp type echo-request drop"
 """Rules under which the plan is applied but never proven, so that it stays unconfirmed."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def fresh_lab():
-    lab("down")
-    lab("up")
-    yield
-    lab("down")
 
 
 @pytest.fixture
@@ -72,9 +65,12 @@ def wait_until_back(started: float) -> None:
     assert took < BACK_S
 
 
-@pytest.mark.parametrize("controller", [["-e", "fabric_confirm_timeout=20"]], indirect=True)
-def test_a_controller_that_dies_after_the_plan_was_applied(before, controller):
+@pytest.mark.parametrize("controller", [["-e", "fabric_confirm_timeout=30"]], indirect=True)
+def test_a_second_run_is_refused_and_a_controller_that_dies_after_the_plan_was_applied(before, controller):
     wait(lambda: all(addressed(node) for node in NODES), 60)
+    output = " ".join(play("playbooks/fabric.yml", check=False).split())
+    assert "spark-a: another run of the fabric stage is at work on this node" in output
+    assert all(addressed(node) for node in NODES), "the plan of the first run stays"
     started = time.monotonic()
     kill(controller)
     wait_until_back(started)

@@ -12,6 +12,7 @@ import yaml
 from fabric_lab import NAME, NODES, RAILS, STATE, addressed, ip, picture, root, wait
 from test_demo import changed, lab, make_inventory, play, recap
 
+pytestmark = pytest.mark.usefixtures("own_lab")
 OTHER = ("enp1s0f1np1", "enP2p1s0f1np1")
 MODULE_RUNS = 6
 """Most module runs of a converged run on one host."""
@@ -35,14 +36,6 @@ def park(*command: str) -> None:
     subprocess.run(["ip", "-n", f"{NAME}-park", *command], check=True)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fresh_lab():
-    lab("down")
-    lab("up")
-    yield
-    lab("down")
-
-
 @pytest.fixture
 def untouched():
     """Whatever the scenario is, both nodes are afterwards as they were before the first run."""
@@ -52,12 +45,12 @@ def untouched():
     assert {node: picture(node) for node in NODES} == before
 
 
-LISTEN = "import socket; s = socket.create_server(('', 25000)); [s.accept() for _ in range(9)]"
+LISTEN = "import socket; s = socket.create_server(('', {})); [s.accept() for _ in range(9)]"
 
 
 def test_a_converged_run_is_short_and_the_firewall_lets_the_peer_in_alone(untouched):
     assert changed(fabric()) == {1}
-    root("spark-a", f'nohup timeout 20 python3 -c "{LISTEN}" >/dev/null 2>&1 & sleep 0.5')
+    root("spark-a", f'nohup timeout 20 python3 -c "{LISTEN.format(25000)}" >/dev/null 2>&1 & sleep 0.5')
     connect = "timeout 2 bash -c '</dev/tcp/{}/25000' && echo open || echo closed"
     found = {a: root("spark-b", connect.format(a)).strip() for a in ("192.168.176.1", "spark-a-rail1", "10.77.0.1")}
     assert found == {"192.168.176.1": "open", "spark-a-rail1": "open", "10.77.0.1": "closed"}
@@ -206,6 +199,7 @@ def test_a_leftover_networkmanager_profile_is_taken_over_and_comes_back():
     output = words(fabric())
     assert "the NetworkManager profile 'leftover' on enp1s0f0np0 is taken over" in output
     assert "netplan-enp1s0f0np0" in root("spark-a", "nmcli -t -f NAME connection show --active")
+    assert all("fe80" not in ip("spark-a", "-6", "address", "show", "dev", rail) for rail in RAILS)
     assert changed(fabric()) == {0}
     fabric("-e", "fabric_state=absent")
     assert {node: picture(node) for node in NODES} == before
@@ -226,11 +220,20 @@ def three(tmp_path, request):
         del os.environ["LAB_NODES"], os.environ["LAB_RING"]
 
 
+CONNECT_FROM = "python3 -c \"import socket; socket.create_connection(('10.77.0.1', {}), 2, ('{}', 0))\" \
+2>/dev/null && echo open || echo closed"
 JUMBO = "ping -c 1 -W 1 -M do -s 8972 {} >/dev/null && echo {}"
 
 
-def run_three(inventory: str, *arguments: str, check: bool = True) -> str:
-    return play("playbooks/fabric.yml", *NO_PROOF, *arguments, inventory=inventory, check=check, LAB_DIR=str(STATE))
+def run_three(inventory: str, *arguments: str, check: bool = True, playbook: str = "playbooks/fabric.yml") -> str:
+    return play(playbook, *NO_PROOF, *arguments, inventory=inventory, check=check, LAB_DIR=str(STATE))
+
+
+def meet(inventory: str, *arguments: str) -> str:
+    """Three processes meet by what the serve stage would write; what they say of each other."""
+    output = run_three(inventory, *arguments, playbook="tests/e2e/meet.yml")
+    (met,) = set(re.findall(r"3 ((?:\S+ en\w+(?:; )?){3})", output))
+    return met
 
 
 @pytest.mark.parametrize("three", [""], indirect=True)
@@ -239,6 +242,7 @@ def test_three_nodes_on_a_switch(three):
     assert changed(run_three(three)) == {0}
     for address in ("192.168.176.1", "192.168.177.2"):
         assert address in root("spark-c", JUMBO.format(address, address))
+    assert meet(three) == "; ".join(f"192.168.176.{host} enp1s0f0np0" for host in (1, 2, 3))
 
 
 @pytest.mark.parametrize("three", ["1"], indirect=True)
@@ -250,6 +254,14 @@ def test_three_nodes_in_a_ring(three):
     # Cable 2 joins port 0 of spark-c (rails 4 and 5) to port 1 of spark-a, cable 1 spark-b to spark-c (2 and 3).
     for address in ("192.168.180.1", "192.168.181.1", "192.168.178.2", "192.168.179.2"):
         assert address in root("spark-c", JUMBO.format(address, address))
+    # No rail reaches all ranks: they meet over the management network, where nobody else may ask.
+    assert meet(three, *ring) == "; ".join(f"10.77.0.{host} enP7s7" for host in (1, 2, 3))
+    root("spark-b", "ip address add 10.77.0.9/24 dev enP7s7")
+    for port in (25000, 40000):
+        root("spark-a", f'nohup timeout 20 python3 -c "{LISTEN.format(port)}" >/dev/null 2>&1 & sleep 0.5')
+        found = {source: root("spark-b", CONNECT_FROM.format(port, source)) for source in ("10.77.0.2", "10.77.0.9")}
+        assert found == {"10.77.0.2": "open\n", "10.77.0.9": "closed\n"}, port
+    root("spark-b", "ip address delete 10.77.0.9/24 dev enP7s7")
     run_three(three, *ring, "-e", "fabric_state=absent")
     swap_cages("spark-c")
     output = words(run_three(three, *ring, check=False))

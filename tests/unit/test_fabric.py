@@ -14,6 +14,7 @@ from ansible.module_utils.sparkpair.fabric import (
     read_fabric,
     read_ports,
 )
+from ansible.module_utils.sparkpair.fabric_reader import read_renderer
 from ansible.module_utils.sparkpair.plan import PlanError
 
 from lab.simulated_rdma import spark_ports, write, write_hca, write_netdev
@@ -128,25 +129,11 @@ def test_different_cages_on_the_two_nodes_give_each_its_own_names(tmp_path):  # 
     ]
 
 
-def test_two_pcie_lanes_are_a_firmware_problem(node):  # S7
-    fabric = node(change(spark_ports(0), enP2p1s0f0np0={"link_width": "2"}))
-    assert fabric.problems == (
-        "enP2p1s0f0np0 has 2 PCIe lanes instead of 4: update the firmware (fwupdmgr update) and restart the node",
-    )
-
-
 def test_a_slow_pcie_link_is_told(node, tmp_path):
     node(spark_ports(0))
     write(tmp_path / "0/devices/0002:01:00.0/current_link_speed", "16.0 GT/s PCIe")
     fabric = read_fabric(tmp_path / "0", [MANAGEMENT], [], subnet=SUBNET, rank=0, names=NAMES)
     assert fabric.problems[0].startswith("enP2p1s0f0np0 has a PCIe link of 16.0 GT/s PCIe instead of 32.0 GT/s")
-
-
-def test_half_speed_is_a_switch_problem(node):  # S8
-    slow = {"speed": "100000"}
-    fabric = node(change(spark_ports(0), enp1s0f0np0=slow, enP2p1s0f0np0=slow))
-    assert len(fabric.problems) == 2
-    assert "autonegotiation off" in fabric.problems[0]
 
 
 def test_mtu_is_read_per_rail(node):  # S9: that the ends agree is for the ping to show
@@ -164,6 +151,11 @@ def test_link_on_one_twin_only(node):
         node(change(spark_ports(0), enP2p1s0f0np0={"carrier": "0"}))
     assert "p0 (enp1s0f0np0 link, enP2p1s0f0np0 no link)" in str(refusal.value)
     assert "cage p1" not in str(refusal.value)
+
+
+def test_a_port_of_another_adapter_is_no_twin(node):
+    with pytest.raises(FabricError, match=r"cage p0 .* joins two adapters"):
+        node(change(spark_ports(0), enP2p1s0f0np0={"switch_id": "4cbb47999999"}))
 
 
 def test_a_twin_that_is_missing(node):
@@ -215,6 +207,14 @@ def test_peers_are_asked_for_by_every_address():
         "a": ["192.168.176.1", "192.168.177.1", "10.77.0.1"],
         "c": ["192.168.176.3", "192.168.177.3", "c.local"],
     }
+
+
+@pytest.mark.parametrize(
+    ("answer", "renderer"),
+    [((0, "NetworkManager\n", ""), "NetworkManager"), ((0, "null\n", ""), ""), ((127, "", "not found"), "")],
+)
+def test_the_renderer_is_what_netplan_says(answer, renderer):
+    assert read_renderer(lambda command: answer) == renderer
 
 
 def test_an_arp_probe_is_a_request_without_an_address_and_its_reply_is_read():
@@ -357,7 +357,7 @@ def test_asking_for_the_other_cage_is_not_hindered_by_our_own_addresses(node):
         node(ports, routes=ours, cage="p1", rank=1)
 
 
-RING = {"ring": True, "names": ("a", "b", "c"), "subnet": "192.168.176.0/21", "hosts": ("10.77.0.1", "10.77.0.2", "")}
+RING = {"ring": True, "names": ("a", "b", "c"), "subnet": "192.168.176.0/21", "hosts": ("10.77.0.1",) * 3}
 
 
 def ring_ports():
@@ -383,16 +383,24 @@ def test_a_ring_has_two_networks_for_each_cable(node, rank, networks, peers):
     assert len({rail.rail for rail in fabric.rails}) == 4
 
 
-def test_a_ring_brings_nccls_variables_and_meets_over_the_management_network(node):
+def test_a_ring_brings_nccls_variables(node):
     assert node(ring_ports(), **RING).environment == {
         "NCCL_IB_MERGE_NICS": "0",
         "NCCL_NET_PLUGIN": "none",
         "NCCL_IB_SUBNET_AWARE_ROUTING": "1",
-        "NCCL_SOCKET_IFNAME": "=enP7s7",
     }
-    routed = node(ring_ports(), rank=2, routes=[{"dst": "default", "dev": "wlP9s9"}], **RING)
-    assert routed.environment["NCCL_SOCKET_IFNAME"] == "=wlP9s9"
-    assert node(spark_ports(0)).environment == {}
+    pair = node(spark_ports(1), rank=1)
+    assert pair.environment == {} and pair.meeting == {"address": "192.168.176.2", "netdev": "enp1s0f0np0"}
+
+
+def test_a_ring_meets_over_the_management_network(node):
+    wifi = {"ifname": "wlP9s9", "addr_info": [{"family": "inet", "local": "10.9.0.3", "prefixlen": 24}]}
+    routes = [{"dst": "default", "dev": "wlP9s9"}]
+    assert node(ring_ports(), **RING).meeting == {"address": "10.77.0.1", "netdev": "enP7s7"}
+    named = node(ring_ports(), [wifi], routes, rank=2, **(RING | {"hosts": ("a", "b", "spark-c.local")}))
+    assert named.meeting == {"address": "10.9.0.3", "netdev": "wlP9s9"}
+    with pytest.raises(FabricError, match=r"no interface has spark-c\.local: write the node's IPv4 address"):
+        node(ring_ports(), rank=2, **(RING | {"hosts": ("a", "b", "spark-c.local")}))
 
 
 def test_a_ring_that_cannot_be_is_refused(node):

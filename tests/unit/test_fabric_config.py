@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from ansible.module_utils.sparkpair.fabric import FabricError
-from ansible.module_utils.sparkpair.fabric_config import confirm, converge, remove, revert, validate
+from ansible.module_utils.sparkpair.fabric_config import alone, confirm, converge, remove, revert, run_task, validate
 from ansible.module_utils.sparkpair.fabric_guard import SERVICE, TIMER, UNIT_FILE
 from ansible.module_utils.sparkpair.fabric_wanted import ENABLED, SYSCTL_FILE, Config, examine
 
@@ -34,6 +34,7 @@ class Network:
         self.config = config
         self.links = {"enP7s7": (1500, {"10.77.0.1/24"})} | {netdev: (1500, set()) for netdev in config.addresses}
         self.fails, self.calls, self.deaf, self.table, self.profiles = set(), [], False, "", ""
+        self.armed = False
 
     def __call__(self, command):
         self.calls.append(" ".join(command))
@@ -47,6 +48,10 @@ class Network:
             if plan.is_file() and plan.read_bytes() == self.config.netplan_text.encode():
                 for netdev, address in self.config.addresses.items():
                     self.links[netdev] = (self.config.mtu, self.links[netdev][1] | {address})
+        if command[0] == "systemd-run" or command == ["systemctl", "stop", TIMER]:
+            self.armed = command[0] == "systemd-run"
+        if verb == "systemctl is-active":
+            return 0, "active\ninactive\n" if self.armed else "inactive\ninactive\n", ""
         if command[0] == "unshare":
             return 0, self.printed(Path(command[-1]).read_text()), ""
         if verb == "nft -s":
@@ -273,12 +278,36 @@ def test_the_copy_on_the_node_restores_without_ansible(config, network, tmp_path
     assert not journal.exists()
 
 
-def test_an_unconfirmed_plan_keeps_the_oldest_state(config, network):
+def test_a_second_run_at_once_is_refused_and_takes_nothing_back(config, network):
+    first, second = replace(config, run="first"), replace(config, run="second")
+    with alone(first, network):
+        with pytest.raises(FabricError, match="another run of the fabric stage is at work"), alone(second, network):
+            pass
+        converge(first, network, check=False)
+    with pytest.raises(FabricError, match="another run of the fabric stage is at work"), alone(second, network):
+        pass
+    assert revert(second, network) is False
+    with pytest.raises(FabricError, match="the plan was taken back"):
+        confirm(second, network)
+    confirm(first, network)
+    with alone(second, network):
+        assert converge(second, network, check=False).changes == []
+
+
+def test_a_ring_is_configured_as_a_whole(network):
+    settings = {"journal": "/x", "state": "present", "mtu": 9000, "netplan_file": "/x", "netplan": "", "run": ""}
+    lists = {"rails": [], "rank": 0, "names": [], "ports": None, "meeting": ["10.77.0.1", ""], "confirm_seconds": 45}
+    with pytest.raises(FabricError, match="run without --limit"):
+        run_task(settings | lists, network, True)
+
+
+def test_a_plan_whose_guard_is_gone_keeps_the_oldest_state(config, network):
     before = snapshot(config.root)
     converge(config, network, check=False)
-    second = replace(config, mtu=1500)
-    network.config = second
-    assert converge(second, network, check=False).pending
+    second = replace(config, mtu=1500, run="second")
+    network.config, network.armed = second, False
+    with alone(second, network):
+        assert converge(second, network, check=False).pending
     assert revert(second, network) is True
     assert snapshot(config.root) == before
     assert revert(second, network) is False
@@ -476,6 +505,15 @@ def test_an_active_ufw_lets_both_rails_in_and_forgets_them_with_us(config, netwo
     assert "ufw delete allow in on enp1s0f0np0" not in network.calls
 
 
+def test_an_active_ufw_that_shuts_out_a_rank_of_a_ring_is_named(config, network):
+    (config.root / "etc/ufw").mkdir()
+    (config.root / "etc/ufw/ufw.conf").write_text("ENABLED=yes\n")
+    (config.root / "etc/ufw/user.rules").write_text("### tuple ### allow any any 0.0.0.0/0 any 10.77.0.3 in\n")
+    ring = replace(config, rank=1, meeting=("10.77.0.1", "10.77.0.2", "10.77.0.3"))
+    (said,) = converge(ring, network, check=True).said
+    assert "no rule for 10.77.0.1" in said and said.endswith("ufw allow from 10.77.0.1")
+
+
 def test_a_sleeping_ufw_is_left_alone(config, network):
     (config.root / "etc/ufw").mkdir()
     (config.root / "etc/ufw/ufw.conf").write_text("ENABLED=no\n")
@@ -487,6 +525,14 @@ def test_a_table_that_somebody_flushed_comes_back(config, network):
     network.table = ""
     assert [change.title for change in apply(config, network).changes] == ["nftables table inet sparkpair"]
     assert "192.168.176.2" in network.table
+
+
+def test_where_ranks_meet_off_the_rails_peers_alone_may_ask(config, network):
+    ring = replace(config, rank=1, meeting=("10.77.0.1", "10.77.0.2", "10.77.0.3"))
+    lines = [line.strip() for line in ring.firewall().splitlines()]
+    accept, ephemeral = "ip saddr { 10.77.0.1, 10.77.0.3 } accept", "tcp dport 32768-60999 ct state new drop"
+    assert lines.index(accept) < lines.index(ephemeral) < lines.index("tcp dport { 29501 } drop")
+    assert accept not in config.firewall() and ephemeral not in config.firewall()
 
 
 def test_a_table_that_nft_cannot_load_is_refused_before_anything_changes(config, network):

@@ -14,7 +14,6 @@ from ansible.module_utils.sparkpair import resolve
 from ansible.module_utils.sparkpair.resolve import (
     BAD_SELECTOR,
     NO_ADDRESS,
-    NO_COMMON_GID,
     NO_DEVICE,
     NO_GID,
     NO_INTERFACE,
@@ -33,7 +32,7 @@ from sparkpair_rank.processes import NOISE, find_cause
 from lab.simulated_rdma import gid_of_ipv4, spark_ports, write, write_hca
 
 A = ("192.168.176.1", "192.168.177.1")
-PLAN = Plan(addresses=A, subnet="192.168.176.0/23", wait_seconds=0)
+PLAN = Plan(addresses=A, host=A[0], subnet="192.168.176.0/23", wait_seconds=0)
 
 
 def addresses(cage="0"):
@@ -69,15 +68,6 @@ def move_gid(root, hca, index, address, netdev):
         write(port / "gid_attrs/ndevs" / str(slot), netdev)
 
 
-def drop_gid(root, hca, *slots):
-    """Empty slots as the kernel shows them: zeros, and no type and netdev (EINVAL)."""
-    port = root / "class/infiniband" / hca / "ports/1"
-    for slot in slots:
-        write(port / "gids" / str(slot), ":".join(["0000"] * 8))
-        (port / "gid_attrs/types" / str(slot)).unlink()
-        (port / "gid_attrs/ndevs" / str(slot)).unlink()
-
-
 @pytest.mark.parametrize("cage", ["0", "1"])
 def test_one_cable_chooses_its_two_devices_and_no_index(tree, cage):  # S1
     known = addresses(cage)
@@ -95,7 +85,7 @@ def test_devices_come_in_the_order_of_the_rails_whatever_the_order_of_the_tree(t
     devices = tree(list(reversed(spark_ports(0))), known)
     assert resolve.resolve(PLAN, known, devices)["NCCL_IB_HCA"] == "=rocep1s0f0:1,roceP2p1s0f0:1"
     assert resolve.resolve(PLAN, known, devices[::-1])["NCCL_IB_HCA"] == "=rocep1s0f0:1,roceP2p1s0f0:1"
-    swapped = replace(PLAN, addresses=A[::-1])
+    swapped = replace(PLAN, addresses=A[::-1], host=A[1])
     assert resolve.resolve(swapped, known, devices)["NCCL_IB_HCA"] == "=roceP2p1s0f0:1,rocep1s0f0:1"
 
 
@@ -133,32 +123,6 @@ def test_an_address_on_two_interfaces(tree):
     with pytest.raises(ResolveError, match="enp1s0f0np0 and enp1s0f1np1 all have") as error:
         resolve.resolve(PLAN, known, tree(spark_ports(0), known))
     assert error.value.status == NO_INTERFACE
-
-
-def test_indexes_that_differ_between_nodes_need_no_pin(tree):  # S5: 3 here
-    devices = tree(spark_ports(0), addresses())
-    assert [sorted(d.gids) for d in devices if d.active] == [[3], [3]]
-    old = resolve.resolve(replace(PLAN, nccl="2.20.5"), addresses(), devices)
-    assert old["NCCL_IB_GID_INDEX"] == "3"
-    assert "NCCL_IB_GID_INDEX" not in resolve.resolve(replace(PLAN, nccl="2.21.0"), addresses(), devices)
-
-
-def test_an_old_nccl_gets_the_index_that_both_devices_share(tree):  # S6: {3, 5} and {4, 5}
-    known = {**addresses(), "enp1s0f0np0": [A[0], "192.168.176.101"], "enP2p1s0f0np0": [A[1], "192.168.177.101"]}
-    tree(spark_ports(0), known)
-    move_gid(tree.root, "rocep1s0f0", 5, "192.168.176.101", "enp1s0f0np0")
-    drop_gid(tree.root, "roceP2p1s0f0", 2, 3)
-    move_gid(tree.root, "roceP2p1s0f0", 5, "192.168.177.101", "enP2p1s0f0np0")
-    write(tree.root / "class/infiniband/roceP2p1s0f0/ports/1/gid_attrs/types/4", "RoCE v2")
-    devices = read_devices(tree.root, known)
-    by_name = {d.name: sorted(d.gids) for d in devices if d.active}
-    assert by_name == {"rocep1s0f0": [3, 5], "roceP2p1s0f0": [4, 5]}
-    old = replace(PLAN, nccl="2.18.1")
-    assert resolve.resolve(old, known, devices)["NCCL_IB_GID_INDEX"] == "5"
-    drop_gid(tree.root, "rocep1s0f0", 5)
-    with pytest.raises(ResolveError, match=r"rocep1s0f0 \[3\], roceP2p1s0f0 \[4, 5\]|roceP2p1s0f0 \[4, 5\]") as error:
-        resolve.resolve(old, known, read_devices(tree.root, known))
-    assert error.value.status == NO_COMMON_GID
 
 
 def test_other_addresses_on_a_rail_are_kept_out_of_nccls_choice(tree):
@@ -243,8 +207,11 @@ def test_the_file_has_no_empty_variable_and_quotes_for_systemd():
 
 @pytest.mark.parametrize(
     "text",
-    ["", "[]", "{}", '{"addresses": [], "subnet": "192.168.176.0/23"}', '{"addresses": ["x"], "subnet": "1.0.0.0/8"}',
-     '{"addresses": ["1.0.0.1"], "subnet": "1.0.0.0/8", "unknown": 1}', '{"addresses": ["1.0.0.1"], "subnet": "x"}'],
+    ["", "[]", "{}", '{"addresses": [], "host": "1.0.0.1", "subnet": "192.168.176.0/23"}',
+     '{"addresses": ["x"], "host": "1.0.0.1", "subnet": "1.0.0.0/8"}',
+     '{"addresses": ["1.0.0.1"], "subnet": "1.0.0.0/8"}',
+     '{"addresses": ["1.0.0.1"], "host": "1.0.0.1", "subnet": "1.0.0.0/8", "unknown": 1}',
+     '{"addresses": ["1.0.0.1"], "host": "1.0.0.1", "subnet": "x"}'],
 )  # fmt: skip
 def test_a_plan_that_cannot_be_read_is_refused(text):
     with pytest.raises(ResolveError) as error:
@@ -265,7 +232,13 @@ def test_the_program_becomes_the_command_with_what_it_found_or_leaves_the_old_fi
     (commands / "ip").chmod(0o755)
     plan, output = tmp_path / "plan.json", tmp_path / "fabric.env"
     output.write_text("OLD=1\n")
-    settings = {"addresses": A, "subnet": "192.168.176.0/23", "wait_seconds": 0, "sysfs_root": str(tmp_path)}
+    settings = {
+        "addresses": A,
+        "host": A[0],
+        "subnet": "192.168.176.0/23",
+        "wait_seconds": 0,
+        "sysfs_root": str(tmp_path),
+    }
     plan.write_text(json.dumps({**settings, "environment": {"NCCL_IB_MERGE_NICS": "0"}}))
     done = subprocess.run(
         [sys.executable, "-I", resolve.__file__, plan, output, "sh", "-c", "echo $KEPT $NCCL_IB_HCA; exit 7"],
