@@ -20,9 +20,9 @@ FILES = "sparkpair-files.txt"
 
 LATER = re.compile(
     r"sparkpair-(env\.json|files\.txt)|hotfix-proof-[0-9a-f]+\.json"
-    r"|lib/[^/]+/site-packages/vllm/v1/core/sched/(dspark_prefill\.py|scheduler\.py\.[0-9a-f]+\.orig)"
+    r"|lib/[^/]+/site-packages/vllm/v1/core/sched/(dspark_prefill\.py|scheduler\.py\.[0-9a-f]+\.orig|\.dspark-[^/]*)"
 )
-"""Paths that come after the installation: its own records, the hotfix's module, backup and proofs."""
+"""Paths that come after the installation: its own records, the hotfix's module, backup, proofs and unfinished files."""
 
 SHOWN = 3
 """Differences that are named; the others are counted."""
