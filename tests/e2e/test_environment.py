@@ -88,7 +88,8 @@ def test_another_lock_goes_in_service_and_back_and_forward_again(other_lock):
     wait_for(serving, AGAIN_S, "serving")
     old = current("spark-a")
     settings = ["-e", f"vllm_env_lock={other_lock}", "-e", "serve_max_inflight_prefills=1", "-e", "hotfix_state=absent"]
-    play("site.yml", *settings)
+    for stage in ("vllm_env", "hotfix", "serve"):  # preflight takes locks out of locks/ alone
+        play(f"playbooks/{stage}.yml", *settings)
     new = current("spark-a")
     assert new != old and current("spark-b") == new
     for wanted, cap, patched in ((old, "2", True), (new, "1", False)):
