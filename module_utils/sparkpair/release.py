@@ -52,9 +52,9 @@ class Release:
     links: Mapping[str, str]
 
     def variables(self, settings: str) -> dict[str, str]:
-        """Return the variables by which the running processes are known."""
+        """Return the variables by which all running processes are known."""
         text = self.files[settings][1] if settings in self.files else ""
-        return dict(re.findall(r'^((?:DSPARK|SPARKPAIR)_\w+)="(.*)"$', text, re.MULTILINE))
+        return dict(re.findall(r'^(DSPARK_\w+|SPARKPAIR_PAIR_DIGEST)="(.*)"$', text, re.MULTILINE))
 
     def to_bytes(self) -> bytes:
         """Return the content of the file that keeps it."""

@@ -56,7 +56,9 @@ def serve(places, name, cap):
         path.symlink_to(target)
     agent, settings = map(release.Path, names(places))
     agent.write_text(f"agent of {name}")
-    settings.write_text(f'DSPARK_CAP="{cap}"\nSPARKPAIR_PAIR_DIGEST="p{cap}"\nHF_TOKEN="secret"\n')
+    settings.write_text(
+        f'DSPARK_CAP="{cap}"\nSPARKPAIR_PAIR_DIGEST="p{cap}"\nSPARKPAIR_SERVES="x"\nHF_TOKEN="secret"\n'
+    )
     settings.chmod(0o600)
     (places.caches / release.serves_of(places.root / "envs" / name) / "triton").mkdir(parents=True, exist_ok=True)
     assert release.save(names(places), places, check=True)
