@@ -142,7 +142,7 @@ def _cluster_rules(hosts: Sequence[str], values: Settings, addresses: Sequence[s
             f"found serve_mixed_prefill_tokens={values['serve_mixed_prefill_tokens']}, "
             f"expected {MIXED_RANGE[0]} to {MIXED_RANGE[1]} tokens"
         )
-    ports = {name: int(values[name]) for name in ("serve_port", "serve_master_port", "serve_agent_port")}
+    ports = {name: int(values[name]) for name in ("serve_port", "serve_master_port", "serve_agent_port", "model_port")}
     for name in ports:
         low, high = PORT_RANGE
         if not low <= int(values[name]) <= high:
@@ -189,7 +189,10 @@ def _model_rules(values: Settings) -> list[str]:
     if not repo and not source:
         faults.append("found neither model_repo nor model_source, expected one: where the weights come from")
     elif not source and not re.fullmatch(r"[0-9a-f]{40}", revision):
-        faults.append(f"found model_revision={revision!r}, expected the commit of model_repo (40 hexadecimal digits)")
+        faults.append(
+            f"found model_revision={revision!r}, expected the commit of model_repo that you trust (40 "
+            f"hexadecimal digits): in the inventory, or with -e model_revision=…"
+        )
     if int(values["verify_tokens"]) < 1:
         faults.append(f"found verify_tokens={values['verify_tokens']}, expected 1 or more")
     return faults
