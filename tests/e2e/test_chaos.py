@@ -328,6 +328,7 @@ def test_an_option_that_vllm_refuses_leaves_the_old_ones_serving():
 def test_a_changed_setting_restarts_the_pair_once_and_an_open_api_gets_a_key():
     wait_for(serving, AGAIN_S, "serving")
     before = state("spark-a")["generation"]
+    node("spark-a", "rm -f /etc/sparkpair/generated-api-keys")
     opened = ("-e", "serve_bind=0.0.0.0", "--diff")
     outputs = [play("playbooks/serve.yml", *opened), play("playbooks/serve.yml", *opened)]
     assert serving() and [state(name)["generation"] for name in NODES] == [before + 1, before + 1]
