@@ -75,8 +75,15 @@ scheduler-releases: vllm-venv  ## the hotfix on the real schedulers of five rele
 	@$(RUN) tests/scheduler/run.sh -m slow
 
 .PHONY: bench-hotfix
-bench-hotfix: vllm-venv  ## stock, strict and fair on the real scheduler, in modelled time (minutes)
+bench-hotfix: vllm-venv  ## stock, the original, strict and fair on the real scheduler, in modelled time (minutes)
 	@$(RUN) $(VLLM_VENV)/bin/python tests/scheduler/bench.py
+
+.PHONY: bench-serve
+bench-serve: tools  ## the same policies on the lab's pair: gaps of live streams, first tokens (quarter of an hour)
+	@$(RUN) python3 tests/e2e/bench_serve.py
+
+.PHONY: bench
+bench: bench-hotfix bench-serve  ## every bench; the first also tries 200 random workloads on each variant
 
 .PHONY: drift
 drift: vllm-venv  ## do the hooks still fit the newest vLLM on the index?

@@ -46,13 +46,14 @@ scheduler:
 packages: {description: Name to version of the O(packages) that are installed, type: dict, returned: success}
 system: {description: "Operating system, DGX release and kernel", type: str, returned: success}
 vllm: {description: Version of the vLLM in use, type: str, returned: success}
+hotfix: {description: Status of the scheduler on disk as M(vllm_hotfix) tells it, type: str, returned: success}
 digests: {description: "env, scheduler and model on disk", type: dict, returned: success}
 """
 
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.sparkpair import agent, digests, hotfix_log, rank
+from ansible.module_utils.sparkpair import agent, digests, hotfix, hotfix_log, rank
 
 
 def main() -> None:
@@ -95,6 +96,7 @@ def main() -> None:
         system=rank.read_system(),
         vllm=rank.read_vllm_version(Path(p["root"])),
         scheduler=hotfix_log.built(log),
+        hotfix=hotfix.read_status(Path(p["root"]) / "current"),
         digests=digests.read_digests(Path(p["root"]), Path(p["model"])),
     )
 

@@ -55,7 +55,7 @@ LOOK_AHEAD = 16
 """Waiting requests that one step considers, beyond those that it admits."""
 
 MOST_STALLED = 8
-"""Steps without a token after which a running prefill gets one step's budget, whatever is beside it."""
+"""Steps without a token after which a running prefill gets an allowance of its own, whatever is beside it."""
 
 MEASURE_AGAIN = 32
 """Steps after which the cached prefix of a held request is looked up again."""
@@ -339,9 +339,9 @@ class FairGate(StrictGate):
 
     A step that decodes computes at most ``allowance`` tokens of prefill, and leaves every stream its tokens of the
     budget. A prompt that would stay partial at the cap is held after its cached prefix is known, by skipping it: what
-    fits into the step goes on. With a cap of 2 or more the last slot is for short prompts. While short prompts wait, a
+    fits into the step goes on. With a cap of 2 or more all slots but one are for short prompts. While these wait, a
     long prefill leaves them the step, out of a credit that grows by half of every step: it keeps the other half.
-    Under the priority policy the last slot is also for a prompt that outranks everything in flight, which then gets the
+    Under the priority policy those slots are also for a prompt that outranks everything in flight, which then gets the
     share and leaves the outranked a sixteenth.
     """
 
@@ -410,8 +410,10 @@ class FairGate(StrictGate):
         return max(min(tokens, room), 0)
 
     def clip(self, request: Request, tokens: int, budget: int) -> int:
-        if self._uncut(request) or self.stalled.get(request.request_id, 0) >= MOST_STALLED:
+        if self._uncut(request):
             return tokens
+        if self.stalled.get(request.request_id, 0) >= MOST_STALLED:
+            return min(tokens, self.allowance)
         short = remaining_tokens(request) <= self.short
         leave = self.want if self.settings.cap == 1 or not short else 0
         if self.by_rank and request.priority > self.top:
@@ -487,13 +489,10 @@ class FairGate(StrictGate):
             return ""
         if len(self.partial) >= cap:
             return "cap"
-        # The last slot is for short prompts, and for one that outranks everybody in flight.
-        if cap > 1 and left > self.short and not outranks and self._long() >= cap - 1:
+        # All slots but one are for short prompts, and for one that outranks everybody in flight.
+        if cap > 1 and left > self.short and not outranks and any(n > self.short for n in self.partial.values()):
             return "slot"
         return ""
-
-    def _long(self) -> int:
-        return sum(n > self.short for n in self.partial.values())
 
     def report(self, scheduled: Mapping[str, int]) -> dict[str, Any]:
         boost = self.share == self.scheduler.max_num_scheduled_tokens

@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> tuple[int, dict[str, Any], str]:
         if not done.stdout.startswith("{"):
             raise patcher.HotfixError(f"{' '.join(command)} ended with {done.returncode}: {done.stderr[-2000:]}")
         proof = json.loads(done.stdout)
-        text = "\n".join(proof["failures"]) or f"proven on vLLM {proof['vllm_version']} in {proof['seconds']} s"
+        text = "\n".join(proof["failures"]) or proof["verdict"]
         return done.returncode, proof, text
     if args.verb == "status":
         report = installation.report()

@@ -456,6 +456,8 @@ class Installation:
         if dry_run or not files:
             return Change(bool(files), predicted if files else self.report(), shown)
         self._check_writable()
+        for killed in self.folder.glob(".dspark-*"):  # what a run that was killed was writing
+            killed.unlink()
         like = self.scheduler.stat()
         for path, data in files:
             if data is None:

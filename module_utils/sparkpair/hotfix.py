@@ -18,6 +18,15 @@ def runtime_text() -> str:
     return inspect.getsource(hotfix_runtime)
 
 
+def read_status(venv: Path) -> str:
+    """Status of the scheduler in ``venv`` (the patcher's words), absent where there is no vLLM. Reads only."""
+    try:
+        status: str = patcher.Installation(patcher.find_site_packages(venv), runtime_text()).report().status
+    except patcher.NoVllm:
+        status = patcher.ABSENT
+    return status
+
+
 def _shown(path: str, text: str | None) -> str:
     """What a diff shows of a file: the hooks in the scheduler, but only the digest of our module of 450 lines."""
     if text and Path(path).name == patcher.MODULE:

@@ -102,6 +102,22 @@ def helper():
 '''
 
 
+# A scheduler that enforces a cap by itself, as a later vLLM may; ours, no release has it.
+SYNTHETIC_WITH_CAP = TOY.replace(
+    """
+            request = self.waiting.peek_request()
+""",
+    """
+            partial = sum(r.num_computed_tokens + num_scheduled_tokens.get(r.request_id, 0) < r.num_tokens
+                          for r in self.running)
+            if partial >= self.scheduler_config.max_num_partial_prefills:
+                break
+
+            request = self.waiting.peek_request()
+""",
+)
+
+
 def install(site: Path, source: str = TOY, version: str = "0.99.0") -> Path:
     """Lay out a site-packages folder with ``source`` as its scheduler; returns that file."""
     folder = site / "vllm/v1/core/sched"

@@ -10,7 +10,7 @@ import pytest
 from ansible.module_utils.sparkpair import hotfix
 from ansible.module_utils.sparkpair.hotfix_patcher import HotfixError
 
-from tests.unit.hotfix_fixture import ROOT, RUNTIME, TOY, install
+from tests.unit.hotfix_fixture import ROOT, RUNTIME, SYNTHETIC_WITH_CAP, TOY, install
 
 
 @pytest.fixture
@@ -61,10 +61,18 @@ def test_an_environment_to_come_is_predicted_in_check_mode_only(tmp_path, state,
         hotfix.converge(str(tmp_path / "none"), None, state, False)
 
 
-def test_steps_aside_for_upstream(tmp_path):
-    install(tmp_path, TOY.replace("= 8", "= scheduler_config.max_num_partial_prefills"))
-    result = hotfix.converge(None, str(tmp_path), "present", False)
+def test_steps_aside_for_upstream(venv):
+    scheduler(venv).write_text(SYNTHETIC_WITH_CAP)
+    result = hotfix.converge(str(venv), None, "present", False)
     assert (result["status"], result["changed"]) == ("not-needed", False)
+    assert hotfix.read_status(venv) == "not-needed"
+
+
+def test_status_for_the_service(venv, tmp_path):
+    assert hotfix.read_status(venv) == "original"
+    hotfix.converge(str(venv), None, "present", False)
+    assert hotfix.read_status(venv) == "patched"
+    assert hotfix.read_status(tmp_path / "none") == "absent"
 
 
 def test_travels_in_ansibles_zip(venv, tmp_path):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from ansible.module_utils.sparkpair import hotfix_patcher as patcher
 
-from tests.unit.hotfix_fixture import ROOT, RUNTIME, TOY, install
+from tests.unit.hotfix_fixture import ROOT, RUNTIME, SYNTHETIC_WITH_CAP, TOY, install
 
 
 @pytest.fixture
@@ -176,16 +176,13 @@ def test_foreign_patches_are_recognised(site, line):
     assert tree(site) == before
 
 
-def test_steps_aside_where_the_scheduler_reads_the_cap_itself(site):
-    install(
-        site,
-        changed(
-            "self.max_num_running_reqs = 8", "self.max_num_running_reqs = scheduler_config.max_num_partial_prefills"
-        ),
-    )
+def test_steps_aside_where_the_scheduler_enforces_a_cap_itself(site):
+    install(site, SYNTHETIC_WITH_CAP)
+    before = tree(site)
     assert at(site).report().status == patcher.NOT_NEEDED
     with pytest.raises(patcher.Refused, match="vLLM's own option"):
         at(site).apply()
+    assert tree(site) == before
 
 
 def test_an_older_revision_is_replaced(site):
@@ -248,6 +245,43 @@ def test_interrupted_anywhere_it_leaves_a_scheduler_that_runs(site, monkeypatch,
         assert not list(path.parent.glob(".dspark-*"))
     getattr(at(site), verb)()
     assert at(site).report().status == (patcher.PATCHED if verb == "apply" else patcher.ORIGINAL)
+
+
+KILLED = """
+import os, sys
+import patcher
+left = int(sys.argv[1])
+def dying(real):
+    def call(*args, **kwargs):
+        global left
+        left -= 1
+        if left < 0:
+            os._exit(9)
+        return real(*args, **kwargs)
+    return call
+os.fsync, patcher.Path.replace, patcher.Path.unlink = map(dying, (os.fsync, patcher.Path.replace, patcher.Path.unlink))
+getattr(patcher.Installation(patcher.Path(sys.argv[2]), open(patcher.MODULE).read()), sys.argv[3])()
+"""
+
+
+@pytest.mark.parametrize("verb", ["apply", "revert"])
+def test_killed_before_any_write_it_leaves_a_scheduler_that_runs_and_the_next_run_ends_it(site, verb):
+    path = install(site)
+    patched = patcher.patch(TOY.encode(), at(site).revision)
+    for calls in range(20):
+        getattr(at(site), "revert" if verb == "apply" else "apply")()
+        command = [sys.executable, "-c", KILLED, str(calls), str(site), verb]
+        done = subprocess.run(command, cwd=ROOT / "patches", check=False, capture_output=True, text=True)
+        assert done.returncode in (0, 9), done.stderr
+        assert path.read_bytes() in (TOY.encode(), patched)
+        if path.read_bytes() == patched:
+            assert (path.parent / patcher.MODULE).read_text() == RUNTIME
+        getattr(at(site), verb)()
+        assert at(site).report().status == (patcher.PATCHED if verb == "apply" else patcher.ORIGINAL)
+        assert not list(path.parent.glob(".dspark-*"))
+        if done.returncode == 0:
+            break
+    assert calls >= 3 and done.returncode == 0, "it was killed at each of its steps"
 
 
 def test_two_at_once(site):

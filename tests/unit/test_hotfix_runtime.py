@@ -16,7 +16,7 @@ from ansible.module_utils.sparkpair import hotfix_runtime as runtime
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.unit.hotfix_fixture import RUNTIME, TOY
+from tests.unit.hotfix_fixture import RUNTIME, SYNTHETIC_WITH_CAP, TOY
 
 CAP = "DSPARK_MAX_INFLIGHT_PREFILLS"
 
@@ -128,6 +128,20 @@ def test_counts_those_admitted_in_this_step_if_they_stay_partial():
     assert g.before_lookup(request("d", 10), {"b": 10, "c": 90}) == runtime.STOP
 
 
+states = st.tuples(st.integers(1, 300), st.integers(0, 50), st.integers(0, 400))  # prompt, outputs, computed
+
+
+@given(st.lists(states, max_size=8), st.integers(1, 3))
+def test_strict_admits_exactly_while_fewer_are_partial_than_the_cap(running, cap):
+    requests = [request(f"r{i}", p + n, done, prompt=p) for i, (p, n, done) in enumerate(running)]
+    partial = 0
+    for prompt, outputs, computed in running:  # token by token: what no step computed, apart from the newest output
+        newest = {prompt + outputs - 1} if outputs else set()
+        partial += bool(set(range(computed, prompt + outputs)) - newest)
+    verdict = gate(requests, cap=cap).before_lookup(request("new", 10), {"some": 1})
+    assert verdict == (runtime.STOP if partial >= cap else runtime.ADMIT)
+
+
 def test_loads_in_flight_do_not_count():
     loading = request("l", 100, 99, status="WAITING_FOR_REMOTE_KVS")
     g = gate(waiting=[loading], _inflight_prefills=[loading])
@@ -220,6 +234,12 @@ def test_the_hooks_keep_the_cap(monkeypatch, cap, seen):
     partial = run(scheduler, 120)
     assert max(partial) == seen
     assert not scheduler.running and not scheduler.waiting
+
+
+def test_the_synthetic_scheduler_keeps_a_cap_without_hooks():
+    module = types.ModuleType("synthetic")
+    exec(compile(SYNTHETIC_WITH_CAP, "scheduler.py", "exec"), module.__dict__)
+    assert max(run(toy(module.Scheduler, configured=2), 120)) == 2
 
 
 def test_attach_logs_once_and_sets_the_attribute(monkeypatch, caplog):
@@ -335,13 +355,23 @@ def test_looks_at_16_held_requests_and_no_more_but_for_who_must_not_wait():
     assert g.before_lookup(request("h17", 50_000), scheduled) == runtime.STOP
 
 
-def test_a_stalled_prefill_is_let_through_after_8_steps():
-    g = fair_gate([LONG, LANE])
-    for _ in range(runtime.MOST_STALLED):
-        assert g.clip(LONG, 8192, 8192) == 512
-        g.end({"lane": 1})
+def test_a_stalled_prefill_gets_an_allowance_of_its_own_after_8_steps():
+    other = request("other", 50_000, 4000)
+    g = fair_gate([LONG, other, LANE])
+    for got in [0] * runtime.MOST_STALLED + [512, 0]:
+        assert (g.clip(LONG, 8192, 8192), g.clip(other, 7680, 7680)) == (512, got)
+        g.end({"long": 512, "lane": 1} | ({"other": got} if got else {}))
         g.begin()
-    assert g.clip(LONG, 8192, 8192) == 8192
+
+
+@pytest.mark.parametrize("cap", [2, 3])
+def test_one_long_prompt_at_a_time_whatever_the_cap(cap):
+    g = fair_gate([LONG, LANE], cap=cap)
+    scheduled = {"long": g.clip(LONG, 100, 8192)}
+    for name, total, verdict in (("second", 50_000, runtime.SKIP), ("short", 2000, runtime.ADMIT)):
+        req = request(name, total)
+        g.before_lookup(req, scheduled)
+        assert g.after_lookup(req, 0, g.chunk(req, 0, 8192), scheduled, False) == verdict
 
 
 def test_the_report_says_why_and_how_long_a_request_is_held_and_why_another_is_not():

@@ -186,6 +186,16 @@ def test_both_ranks_render_with_the_cap_and_their_own_addresses(tmp_path):
     assert same[0] == same[1]
 
 
+@pytest.mark.parametrize(("status", "state", "option"), [
+    ("not-needed", "present", 3), ("not-needed", "absent", None), ("patched", "present", None),
+])  # fmt: skip
+def test_a_vllm_that_enforces_the_cap_gets_its_own_option_instead_of_our_variables(tmp_path, status, state, option):
+    read = {"digests": {"env": "a", "scheduler": "b", "model": "c"}, "packages": {}, "hotfix": status}
+    made = render(1, tmp_path, serve_max_inflight_prefills=3, hotfix_state=state, __serve_read=read)
+    assert yaml.safe_load(made["engine.yaml"]).get("max-num-partial-prefills") == option
+    assert ("DSPARK_" in made["rank.env"]) == (status != "not-needed")
+
+
 def test_ranks_of_a_ring_meet_at_the_heads_management_address(tmp_path):
     made = render(1, tmp_path, fabric_topology="ring")
     assert yaml.safe_load(made["engine.yaml"])["master-addr"] == "10.77.0.1"
