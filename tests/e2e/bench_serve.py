@@ -20,7 +20,11 @@ import yaml
 from conftest import ROOT, lab, play
 
 RUNS = 3
-LAB = yaml.safe_load((ROOT / "inventory/lab/group_vars/sparks.yml").read_text(encoding="utf-8"))
+LAB = {
+    name: value
+    for file in ("profiles/tiny.yml", "inventory/lab/group_vars/sparks.yml")
+    for name, value in yaml.safe_load((ROOT / file).read_text(encoding="utf-8")).items()
+}
 OPTIONS = {"max-num-batched-tokens": 4096, "enable-prefix-caching": False}
 THRESHOLD = {"long-prefill-token-threshold": 1024}
 # What the inventory says, and further options: strict bounds what runs beside a stream by vLLM's threshold alone.

@@ -185,7 +185,7 @@ def without(rule: str, gate: Any) -> None:
         "threshold lifted without streams": ("begin", threshold),
         "skip, not stop, at a held prompt": ("after_lookup", stops),
         "guard after the lookup": ("before_lookup", early),
-        "last slot for short prompts": ("_full", no_slot),
+        "slots but one for short prompts": ("_full", no_slot),
         "share for short prompts": ("_want", lambda _self: 0),
         "credit carried over steps": ("begin", half),
         "credit limited": ("begin", unlimited),
@@ -195,7 +195,7 @@ def without(rule: str, gate: Any) -> None:
 
 RULES = [
     "allowance beside live streams", "room for every stream's tokens", "threshold lifted without streams",
-    "skip, not stop, at a held prompt", "guard after the lookup", "last slot for short prompts",
+    "skip, not stop, at a held prompt", "guard after the lookup", "slots but one for short prompts",
     "share for short prompts", "credit carried over steps", "credit limited",
 ]  # fmt: skip
 
