@@ -263,8 +263,8 @@ def test_the_pair_comes_back(drill):
     node("spark-a", "/usr/local/lib/sparkpair/sparkpair-rank --reset")
     clients = None
     if drill.busy or drill.drains:
-        clients = ask_many(50, 2000, 200) if drill.busy else ask_many(8, 150, 60)
-        time.sleep(3 if drill.busy else 1.5)
+        clients = ask_many(50, 2000, 200) if drill.busy else ask_many(8, 500, 60)
+        time.sleep(3 if drill.busy else 1)
     at = inject(drill.fault)
     if drill.drains:
         assert "503" in node("spark-a", REFUSED), "new requests were taken"
