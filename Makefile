@@ -40,7 +40,7 @@ status: tools  ## the table of both nodes
 	@$(PLAY) playbooks/status.yml
 
 .PHONY: test
-test: lint unit scheduler molecule e2e  ## every gate
+test: lint unit hub scheduler molecule e2e  ## every gate
 
 .PHONY: lint
 lint: tools  ## ruff, mypy, yamllint, ansible-lint
@@ -61,6 +61,10 @@ vllm-venv: tools
 	  uv pip sync --quiet --python $(VLLM_VENV) --require-hashes --no-index --find-links "$$wheels" "locks/$$lock"; \
 	  uv pip install --quiet --python $(VLLM_VENV) $$(grep -E '^(pytest|hypothesis)==' requirements-dev.txt); \
 	  cp "locks/$$lock" $(VLLM_VENV)/lock
+
+.PHONY: hub
+hub: vllm-venv  ## the download with the real huggingface_hub, from a simulated hub on loopback
+	@$(RUN) pytest tests/hub
 
 .PHONY: scheduler
 scheduler: vllm-venv  ## the hotfix on the real scheduler of the installed vLLM
@@ -84,11 +88,15 @@ molecule: tools  ## each role and the whole site on the lab's nodes
 
 .PHONY: e2e
 e2e: tools  ## the demo, twice, with reboots and bad input, then faults, the fabric and the gate
-	@$(RUN) pytest tests/e2e/test_demo.py tests/e2e/test_chaos.py; pytest tests/e2e/test_fabric_*.py; pytest tests/e2e/test_accept.py
+	@$(RUN) pytest tests/e2e/test_demo.py tests/e2e/test_model.py tests/e2e/test_chaos.py; pytest tests/e2e/test_fabric_*.py; pytest tests/e2e/test_accept.py
 
 .PHONY: chaos
 chaos: tools  ## every fault on the lab's pair, with a table of times (half an hour)
 	@$(RUN) CHAOS=full pytest -s tests/e2e/test_chaos.py tests/e2e/test_resolve.py
+
+.PHONY: bench-copy
+bench-copy: tools  ## 2 GiB of weights between two nodes, against iperf3, the disk and rsync
+	@$(RUN) pytest -s tests/e2e/bench_copy.py
 
 .PHONY: lock
 lock: tools  ## resolve a hash lock: make lock VLLM=0.33.0

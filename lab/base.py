@@ -21,6 +21,8 @@ PACKAGES = (
     "python3", "python3-apt", "python3-venv", "apt-utils", "ca-certificates", "curl", "procps", "libnuma1",
     # network tools, as on DGX OS
     "nftables", "iproute2", "iputils-ping", "iperf3", "ethtool", "perftest", "rdma-core", "ibverbs-utils",
+    # what the copy of weights is compared with
+    "rsync",
     # starts nccl-tests on all nodes
     "openmpi-bin",
     # there, and switched off until a test wants them

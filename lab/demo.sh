@@ -20,7 +20,7 @@ say "the unchanged site.yml against inventory/lab"
 ansible-playbook -i inventory/lab site.yml
 
 say "a streamed completion, asked on the head"
-python3 lab/lab.py ssh spark-a python3 - < lab/ask.py
+python3 lab/lab.py ssh spark-a python3 - < module_utils/sparkpair/completion.py
 
 cat <<'TEXT'
 

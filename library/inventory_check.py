@@ -14,6 +14,7 @@ options:
   hosts: {description: The group in rank order, type: list, elements: str, required: true}
   settings: {description: Variable name to templated value, type: dict, required: true}
   addresses: {description: Management addresses or names of all hosts, type: list, elements: str, required: true}
+  profile: {description: Name of the profile that is in use, type: str, default: ""}
   limited_to: {description: The hosts of this run, type: list, elements: str, default: []}
   roles_path: {description: Folder of the roles, type: path, required: true}
 attributes:
@@ -43,6 +44,8 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.common.yaml import yaml_load
 from ansible.module_utils.sparkpair.inventory import check
+from ansible.module_utils.sparkpair.profile import VERIFIED
+from ansible.module_utils.sparkpair.profile import check as check_profile
 
 
 def load_specs(roles_path: Path) -> dict[str, dict[str, dict[str, Any]]]:
@@ -58,6 +61,7 @@ def main() -> None:
             "hosts": {"type": "list", "elements": "str", "required": True},
             "settings": {"type": "dict", "required": True},
             "addresses": {"type": "list", "elements": "str", "required": True},
+            "profile": {"type": "str", "default": ""},
             "limited_to": {"type": "list", "elements": "str", "default": []},
             "roles_path": {"type": "path", "required": True},
         },
@@ -65,12 +69,19 @@ def main() -> None:
     )
     p = module.params
     roles = Path(p["roles_path"])
-    faults, values = check(p["node"], p["hosts"], p["settings"], load_specs(roles), p["addresses"], p["limited_to"])
+    specs = load_specs(roles)
+    chosen = roles.parent / "profiles" / f"{p['profile']}.yml"
+    profile = yaml_load(chosen.read_text()) if chosen.is_file() else {}
+    if profile and (faults := check_profile(p["profile"], profile, specs)):
+        module.fail_json(msg="\n".join(f"{p['node']}: {fault}" for fault in faults))
+    faults, values = check(p["node"], p["hosts"], p["settings"], specs, p["addresses"], p["limited_to"])
     locks = sorted(lock.name for lock in (roles.parent / "locks").glob("*-*.txt"))
     if not faults and values["vllm_env_lock"] not in locks:
         faults = [f"{p['node']}: found vllm_env_lock={values['vllm_env_lock']}, expected one of {', '.join(locks)}"]
     if faults:
         module.fail_json(msg="\n".join(faults))
+    if profile and profile["profile_evidence"] != VERIFIED and p["node"] == p["hosts"][0]:
+        module.warn(f"profile {p['profile']}: {profile['profile_evidence']}: {', '.join(profile['profile_sources'])}")
     # Only what the next tasks need: other values may be secrets.
     needed = {name: values[name] for name in ("serve_user", "serve_uid")}
     module.exit_json(changed=False, values=needed)

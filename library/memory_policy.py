@@ -12,7 +12,8 @@ description:
 options:
   swappiness: {description: vm.swappiness; -1 leaves it, type: int, default: 1}
   earlyoom: {description: Arguments of earlyoom; empty leaves it, type: str, default: -m 2 -s 80}
-  drop_caches: {description: Drop the page cache right before the rank starts, type: bool, default: true}
+  drop_caches: {description: Let the rank's agent drop the page cache before each start, type: bool, default: true}
+  user: {description: The rank's user, type: str, default: sparkpair}
   keep_ipc: {description: logind keeps shared memory of users who logged out, type: bool, default: true}
 attributes:
   check_mode: {support: full}
@@ -43,6 +44,7 @@ def main() -> None:
             "earlyoom": {"type": "str", "default": "-m 2 -s 80"},
             "drop_caches": {"type": "bool", "default": True},
             "keep_ipc": {"type": "bool", "default": True},
+            "user": {"type": "str", "default": "sparkpair"},
         },
         supports_check_mode=True,
     )
@@ -56,10 +58,10 @@ def main() -> None:
     if not module.check_mode:
         for name, data in changed.items():
             files.put(root / name, data)
-        for name in apply:
-            # A file that went away has nothing to load; its setting ends with the next boot.
-            if (root / name).exists() or name == memory.PAGE_CACHE:
-                module.run_command(list(memory.APPLY[name]), check_rc=True)
+        # A file that went away has nothing to load, but units; its setting ends with the next boot.
+        left = [name for name in apply if (root / name).exists() or memory.APPLY[name] == memory.RELOAD]
+        for command in dict.fromkeys(memory.APPLY[name] for name in left):
+            module.run_command(list(command), check_rc=True)
     module.exit_json(changed=bool(apply), files=[f"/{name}" for name in apply], diff=shown)
 
 

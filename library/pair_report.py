@@ -14,6 +14,7 @@ options:
     type: dict
     required: true
   want: {description: Variables that every process of the pair must have, type: dict, default: {}}
+  engine: {description: Options of vllm serve that were asked for, type: dict, default: {}}
   patched: {description: Whether the hotfix must be in force, type: bool, default: true}
   api: {description: "Where the head's API may listen, as address:port", type: str, default: ""}
   play: {description: "How playbooks are run, for the sentences", type: str, default: ansible-playbook}
@@ -51,6 +52,7 @@ def main() -> None:
             "nodes": {"type": "list", "elements": "str", "required": True},
             "results": {"type": "dict", "required": True},
             "want": {"type": "dict", "default": {}},
+            "engine": {"type": "dict", "default": {}},
             "patched": {"type": "bool", "default": True},
             "api": {"type": "str", "default": ""},
             "play": {"type": "str", "default": "ansible-playbook"},
@@ -61,7 +63,7 @@ def main() -> None:
     )
     p = module.params
     nodes = {name: {part: found[rank] for part, found in p["results"].items()} for rank, name in enumerate(p["nodes"])}
-    wish = Wish({name: str(value) for name, value in p["want"].items()}, p["patched"], p["play"], p["api"])
+    wish = Wish({name: str(value) for name, value in p["want"].items()}, p["patched"], p["play"], p["api"], p["engine"])
     faults = faults_of(nodes, wish)
     shown = table(nodes, faults, module.check_mode)
     if p["dest"] and not module.check_mode:

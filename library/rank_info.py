@@ -40,7 +40,7 @@ agent: {description: The live state of the rank agent, type: dict, returned: suc
 listeners: {description: "Where the unit listens, as address:port", type: list, returned: success}
 closed_ports: {description: TCP ports that are closed off the fabric, type: list, returned: success}
 scheduler:
-  description: cap, policy and allowance that the running scheduler logged; null on ranks above 0, which build none.
+  description: What hotfix_log.built reads of the running scheduler; null on ranks above 0, which build none.
   type: dict
   returned: success
 packages: {description: Name to version of the O(packages) that are installed, type: dict, returned: success}

@@ -506,7 +506,10 @@ GATES: dict[str, type[Gate]] = {"strict": StrictGate, "fair": FairGate}
 
 def attach(scheduler: Any) -> Gate:
     """Build the gate for ``scheduler`` (at the end of its construction), say so in the log, and return it."""
-    settings = Settings(os.environ, getattr(scheduler.scheduler_config, "max_num_partial_prefills", None))
+    config = scheduler.scheduler_config
+    settings = Settings(os.environ, getattr(config, "max_num_partial_prefills", None))
+    # What the engine made of its options, which it may have set aside; the fair gate replaces the threshold below.
+    options = [getattr(config, name, 0) for name in ("long_prefill_token_threshold", "max_num_batched_tokens")]
     scheduler._dspark_max_inflight_prefills = settings.cap
     for line in settings.warnings:
         logger.warning("[issue27-hotfix] %s", line)
@@ -515,8 +518,8 @@ def attach(scheduler: Any) -> Gate:
         return Gate(scheduler, settings)
     gate = GATES[settings.policy](scheduler, settings)
     logger.info(
-        "[issue27-hotfix] in-flight prefill cap=%d policy=%s diag=%d revision=%d%s",
-        settings.cap, settings.policy, settings.diag, REVISION,
+        "[issue27-hotfix] in-flight prefill cap=%d policy=%s diag=%d revision=%d threshold=%d budget=%d%s",
+        settings.cap, settings.policy, settings.diag, REVISION, *options,
         f" allowance={gate.allowance}" if isinstance(gate, FairGate) else "",
     )  # fmt: skip
     return gate

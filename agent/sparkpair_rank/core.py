@@ -156,7 +156,7 @@ class Probed:
 
 @dataclass(frozen=True)
 class Metrics:
-    """vLLM's metrics, asked for at `asked` (monotonic seconds).
+    """vLLM's metrics, asked for at `asked` (monotonic seconds); while draining, the guard's count alone.
 
     busy: requests running or waiting; progress: a text that changes whenever work advances, None without an answer.
     """
@@ -204,6 +204,11 @@ class Probe:
 
 
 @dataclass(frozen=True)
+class Refuse:
+    """From now on the API answers new requests with HTTP 503; those in flight go on."""
+
+
+@dataclass(frozen=True)
 class ReadMetrics:
     generation: int
 
@@ -223,7 +228,7 @@ class Leave:
     """This agent may end now."""
 
 
-Action = Spawn | Kill | Probe | ReadMetrics | Ready | Log | Leave
+Action = Spawn | Kill | Probe | Refuse | ReadMetrics | Ready | Log | Leave
 
 
 @dataclass
@@ -540,6 +545,7 @@ class Agent:
         if self.phase == SERVING:
             self._enter(DRAINING, now)
             self.busy, self.metrics_at = 1, -1e9
+            self._do(Refuse())
         else:
             self._end(now, Cause(why, 0.0), crash=False, graceful=True)
 

@@ -2,6 +2,7 @@
 
 vLLM's own key guards /v1, /v2, /inference and /cohere alone; /metrics, /tokenize, /invocations and others stay open
 (read in 0.20 to 0.33). The keys come from a systemd credential, one a line: they are in no argument, variable or log.
+While the file that `DRAINING` names exists, a new request is answered with 503 and the number of those in flight.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ NETWORK = ("/v1/", "/v2/", *OPEN)
 """What a client that is not on this node may ask for."""
 
 
+DRAINING = "SPARKPAIR_DRAINING"
+"""Variable that names the agent's file."""
+
+
 def read_keys(folder: str) -> list[str]:
     """Keys in the credential api-keys, one a line; none without a file."""
     try:
@@ -32,21 +37,25 @@ def read_keys(folder: str) -> list[str]:
         return []
 
 
-def is_local(host: str) -> bool:
-    """Whether a client's address is this node's loopback."""
+def is_local(client: str, server: str = "") -> bool:
+    """Whether a client is on this node: its address is loopback, or the one that it reached the server at.
+
+    The agent asks an API that is bound to one address at that address; from outside the kernel takes no packet that
+    claims to come from an address of its own.
+    """
     try:
-        address = ipaddress.ip_address(host)
+        address = ipaddress.ip_address(client)
     except ValueError:
         return False
-    return (getattr(address, "ipv4_mapped", None) or address).is_loopback
+    return (getattr(address, "ipv4_mapped", None) or address).is_loopback or client == server
 
 
 def verdict(
-    path: str, method: str, headers: Iterable[tuple[bytes, bytes]], client: str, hashes: Iterable[bytes]
+    path: str, method: str, headers: Iterable[tuple[bytes, bytes]], local: bool, hashes: Iterable[bytes]
 ) -> tuple[int, str]:
     """HTTP status and reason: 200 lets the request through. `hashes`: sha256 of the keys, none for an open API."""
     hashes = list(hashes)
-    if not is_local(client) and not path.startswith(NETWORK):
+    if not local and not path.startswith(NETWORK):
         return 403, "This route is closed to the network."
     if not hashes or path in OPEN or method == "OPTIONS":
         return 200, ""
@@ -67,18 +76,27 @@ class Guard:
         self.app = app
         keys = read_keys(os.environ.get("CREDENTIALS_DIRECTORY", ""))
         self.hashes = [hashlib.sha256(key.encode()).digest() for key in keys]
+        self.draining = Path(os.environ[DRAINING]) if DRAINING in os.environ else None
+        self.in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Any, send: Send) -> None:
         if scope["type"] not in ("http", "websocket"):
             return await self.app(scope, receive, send)
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        client = (scope.get("client") or ("", 0))[0]
-        status, reason = verdict(path, scope.get("method", "GET"), scope["headers"], client, self.hashes)
+        client, server = ((scope.get(end) or ("", 0))[0] for end in ("client", "server"))
+        local = is_local(client, server)
+        status, reason = verdict(path, scope.get("method", "GET"), scope["headers"], local, self.hashes)
+        if status == 200 and self.draining and self.draining.exists():
+            status, reason = 503, "The server is being stopped."
         if status == 200:
-            return await self.app(scope, receive, send)
+            self.in_flight += 1
+            try:
+                return await self.app(scope, receive, send)
+            finally:
+                self.in_flight -= 1
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008, "reason": reason})
-        body = json.dumps({"error": reason}).encode()
+        body = json.dumps({"error": reason, **({"in_flight": self.in_flight} if status == 503 else {})}).encode()
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         return await send({"type": "http.response.body", "body": body})

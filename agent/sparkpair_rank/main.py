@@ -20,6 +20,8 @@ from typing import Any
 
 from sparkpair_rank import core, probes
 from sparkpair_rank.digests import digest_files, read_digests, read_nccl
+from sparkpair_rank.guard import DRAINING
+from sparkpair_rank.kernel_log import KernelLog
 from sparkpair_rank.link import Links
 from sparkpair_rank.processes import TERM_S, Group, process_state
 from sparkpair_rank.report import Journal, Systemd, own_cost, prometheus
@@ -82,6 +84,8 @@ class Shell:
         self.sent: Any = None
         self.sent_at = self.looked_at = self.pinged_at = self.digested_at = -1e9
         self.digests: dict[str, str] = {}
+        self.kernel_log = KernelLog(config.get("known_bad", []))
+        self.draining = self.control.with_name("draining")
         self.hold = ""
         self.done = False
 
@@ -122,7 +126,9 @@ class Shell:
             self.say(f"cannot keep the generation's number: {error}", 4)
         environment = {name: value for name, value in os.environ.items() if name not in PRIVATE}
         environment["SPARKPAIR_GENERATION"] = str(generation)
+        self.draining.unlink(missing_ok=True)
         if self.rank == 0:
+            environment[DRAINING] = str(self.draining)
             folders = [str(Path(__file__).resolve().parents[1]), environment.get("PYTHONPATH", "")]
             environment["PYTHONPATH"] = ":".join(filter(None, folders))
         else:
@@ -198,6 +204,7 @@ class Shell:
             return
         if not self.group.kill_all() or not self.group.reap():
             return
+        self.group.clear_shared()
         self._output(0)
         if self.group.pipe >= 0:
             self.selector.unregister(self.group.pipe)
@@ -205,6 +212,9 @@ class Shell:
             self.group.pipe = -1
         self.ending, self.group.main = None, 0
         self.say(f"generation {self.group.generation}: nothing is left of rank {self.rank}")
+        # What ended it may forbid a restart: look before anything starts again.
+        self.looked_at = self.kernel_log.asked_at = -1e9
+        self._look(now)
         self.events.put(core.Gone(self.group.generation, self.group.cause()))
 
     # Questions from threads.
@@ -230,6 +240,9 @@ class Shell:
                     return core.Probed(generation, kind, answer, text)
 
                 self._in_thread(ask)
+            case core.Refuse():
+                with suppress(OSError):
+                    self.draining.touch()
             case core.ReadMetrics(generation):
                 if not self.reading_metrics:
                     self.reading_metrics, asked = True, time.monotonic()
@@ -266,6 +279,7 @@ class Shell:
         if now - self.looked_at >= LOOK_S:
             self.looked_at = now
             self.hold = read_hold(Path(self.config["pause"]), self.config.get("fatal", []))
+            self.hold = self.hold or self.kernel_log.hold(now)
             if running:
                 for descriptor in self.group.look():
                     self.selector.register(descriptor, selectors.EVENT_READ, self._process_ended)

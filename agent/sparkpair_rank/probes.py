@@ -8,12 +8,17 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import socket
+import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
 Answer = Literal["ok", "refused", "late", "broken"]
 METRIC = re.compile(r"^vllm:(\w+?)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
+IN_FLIGHT = re.compile(r'HTTP 503 .*"in_flight": (\d+)')
+"""What the guard answers while it drains; vLLM's own number lags by a step."""
 BUSY = ("num_requests_running", "num_requests_waiting")
 PROGRESS = (
     "generation_tokens_total",
@@ -40,21 +45,35 @@ class Api:
 
 
 def ask(api: Api, method: str, path: str, body: Mapping[str, Any] | None, within: float) -> tuple[Answer, str]:
-    """One request. Returns how it went and the body or the error, both as text."""
+    """One request, ended after `within` seconds also when bytes drip. Returns how it went, and the body or error."""
     headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {api.key}"} if api.key else {})}
     connection = http.client.HTTPConnection(api.host, api.port, timeout=within)
+    over = threading.Event()
+
+    def end() -> None:
+        over.set()
+        with suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(within, end)
     try:
+        connection.connect()
+        sock = connection.sock
+        timer.start()
         connection.request(method, path, json.dumps(body) if body is not None else None, headers)
         answer = connection.getresponse()
         text = answer.read().decode("utf-8", errors="replace")
-    except (ConnectionRefusedError, ConnectionResetError) as error:
-        return "refused", f"{path}: nothing listens on {api.host}:{api.port}: {error or type(error).__name__}"
-    except TimeoutError:
-        return "late", f"no answer to {path} within {within:.0f} s"
     except (OSError, http.client.HTTPException) as error:
-        return "broken", f"{path}: {error or type(error).__name__}"
+        if over.is_set() or isinstance(error, TimeoutError):
+            return "late", f"no answer to {path} within {within:.0f} s"
+        if not isinstance(error, ConnectionRefusedError | ConnectionResetError):
+            return "broken", f"{path}: {error or type(error).__name__}"
+        return "refused", f"{path}: nothing listens on {api.host}:{api.port}: {error or type(error).__name__}"
     finally:
+        timer.cancel()
         connection.close()
+    if over.is_set():
+        return "late", f"no answer to {path} within {within:.0f} s"
     return ("ok", text) if answer.status == 200 else ("broken", f"{path}: HTTP {answer.status} {text[:200]}")
 
 
@@ -102,6 +121,8 @@ def probe(api: Api, kind: str, within: float) -> tuple[Answer, str]:
 def read_metrics(api: Api) -> tuple[int, str | None]:
     """Requests running or waiting, and a text that changes when work advances (None without an answer)."""
     answer, text = ask(api, "GET", "/metrics", None, METRICS_TIMEOUT_S)
+    if match := IN_FLIGHT.search(text) if answer == "broken" else None:
+        return int(match[1]), match[0]
     return parse_metrics(text) if answer == "ok" else (0, None)
 
 

@@ -41,6 +41,7 @@ PACKAGE_QUERY = ("dpkg-query", "-W", "-f", "${Package} ${Version} ${db:Status-Ab
 # Names that vLLM's processes give themselves, and what NCCL, torch and Python leave in /dev/shm.
 ENGINE = re.compile(r"VLLM::")
 SEGMENT = re.compile(r"^(nccl-|psm_|sem\.mp-|torch_|vllm|cuda\.shm)")
+API_KEYS = ("api-keys", "generated-api-keys")
 LISTEN = "0A"
 """State of a listening socket in /proc/net/tcp."""
 
@@ -251,7 +252,6 @@ def read_facts(
     driver, gpu = read_driver(run, root, packages)
     unit, invocation = read_rank_unit(run)
     toolkits = [packages[name] for name in sorted(packages) if name.startswith("cuda-toolkit-1")]
-    key = root / "etc/sparkpair/api-key.env"
     texts = {name: read_text(root / name.lstrip("/")) for name in FILES}
     # Without translation of line ends: carriage returns are a known-bad state.
     raw = root / "etc/sparkpair/rank.env"
@@ -277,7 +277,7 @@ def read_facts(
         "accepted": read_text(root / "var/lib/sparkpair/accepted").strip(),
         "leftovers": read_leftovers(root),
         "listeners": parse_listeners(read_text(root / "proc/net/tcp") + read_text(root / "proc/net/tcp6")),
-        "api_key": int(key.exists() and key.stat().st_size > 0),
+        "api_key": int(any(read_text(root / "etc/sparkpair" / name).strip() for name in API_KEYS)),
         "reboot_required": read_text(root / "var/run/reboot-required.pkgs").split(),
         "shared_keys": read_shared_keys(root),
         "snap_docker": int((root / "snap/docker/current").exists()),

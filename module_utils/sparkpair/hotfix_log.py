@@ -16,7 +16,7 @@ from typing import Any
 
 _BUILT = re.compile(
     r"\[issue27-hotfix\] in-flight prefill cap=(?P<cap>\d+) policy=(?P<policy>\w+) diag=(?P<diag>[01])"
-    r" revision=(?P<revision>\d+)(?: allowance=(?P<allowance>\d+))?"
+    r" revision=(?P<revision>\d+) threshold=(?P<threshold>\d+) budget=(?P<budget>\d+)(?: allowance=(?P<allowance>\d+))?"
 )
 _STEP = re.compile(r"\[issue43-step (\d+)\] (\{.*\})\s*$")
 
@@ -24,6 +24,7 @@ _STEP = re.compile(r"\[issue43-step (\d+)\] (\{.*\})\s*$")
 def built(lines: Iterable[str]) -> dict[str, Any] | None:
     """The last construction of a scheduler in ``lines``: cap, policy, diag, revision, allowance (tokens or None).
 
+    threshold and budget: the engine's own long_prefill_token_threshold (0: none) and max_num_batched_tokens.
     None where no line tells of one, and where the last one said that the hotfix is switched off.
     """
     found: dict[str, Any] | None = None

@@ -39,6 +39,9 @@ OWNED_OPTIONS = {
     "pipeline-parallel-size": "nothing: the hosts share one model by tensor parallelism",
     "port": "serve_port",
     "served-model-name": "model_name",
+    **dict.fromkeys(
+        ("ssl-ca-certs", "ssl-certfile", "ssl-keyfile", "uds"), "nothing: a proxy in front (docs/decisions/0019)"
+    ),
     "tensor-parallel-size": "serve_tensor_parallel_size",
 }
 OWNED_VARIABLES = {
@@ -139,7 +142,7 @@ def _cluster_rules(hosts: Sequence[str], values: Settings, addresses: Sequence[s
             f"found serve_mixed_prefill_tokens={values['serve_mixed_prefill_tokens']}, "
             f"expected {MIXED_RANGE[0]} to {MIXED_RANGE[1]} tokens"
         )
-    ports = {name: int(values[name]) for name in ("serve_port", "serve_master_port", "serve_agent_port")}
+    ports = {name: int(values[name]) for name in ("serve_port", "serve_master_port", "serve_agent_port", "model_port")}
     for name in ports:
         low, high = PORT_RANGE
         if not low <= int(values[name]) <= high:
@@ -186,7 +189,10 @@ def _model_rules(values: Settings) -> list[str]:
     if not repo and not source:
         faults.append("found neither model_repo nor model_source, expected one: where the weights come from")
     elif not source and not re.fullmatch(r"[0-9a-f]{40}", revision):
-        faults.append(f"found model_revision={revision!r}, expected the commit of model_repo (40 hexadecimal digits)")
+        faults.append(
+            f"found model_revision={revision!r}, expected the commit of model_repo that you trust (40 "
+            f"hexadecimal digits): in the inventory, or with -e model_revision=…"
+        )
     if int(values["verify_tokens"]) < 1:
         faults.append(f"found verify_tokens={values['verify_tokens']}, expected 1 or more")
     return faults
@@ -197,6 +203,12 @@ def _engine_rules(values: Settings) -> list[str]:
     for name, value in values["serve_engine_args"].items():
         if value is None:
             faults.append(f"found no value for {name} in serve_engine_args, expected one (true for a switch)")
+        if value is False:
+            # Its file of options drops a switch that is false, and the default stays (read and tried in 0.32).
+            other = str(name).removeprefix("no-") if str(name).startswith("no-") else f"no-{name}"
+            faults.append(f"found {name}: false in serve_engine_args, which vLLM passes over; expected {other}: true")
+        if f"no-{name}" in values["serve_engine_args"]:
+            faults.append(f"found both {name} and no-{name} in serve_engine_args, expected one of them")
         plain = str(name).lstrip("-").replace("_", "-")
         if plain != name or not re.fullmatch(r"[a-z][a-z0-9-]*", plain):
             faults.append(

@@ -4,12 +4,16 @@ in it.
 Layout under ``root``::
 
     <name>/<revision>/                complete; holds sparkpair-model.json
-    <name>/.partial-<revision>/       being fetched or copied; a later run goes on with it
+    <name>/.partial-<revision>/       being fetched, copied or mended; a later run goes on with it
     current -> <name>/<revision>      what the units serve
+
+A complete folder is never written to: it is replaced by another one, whose unchanged files are links to the same bytes.
 
 The manifest names every file with its size, the sha256 of the whole and the sha256 of each piece of
 ``PIECE`` bytes. Pieces make a copy parallel, resumable and cheap to repair, and prove the whole file
-without a second reading. Standard library only; every function works on paths given to it.
+without a second reading. Beside it lies a list of inode, size and time of each file as it was when it was proven: what
+differs from that is read again at the next run, so a changed byte is found without reading the rest. (Bytes that rot on
+the disk change no time; ``verify`` reads everything.) Standard library only; every function works on paths given to it.
 """
 
 from __future__ import annotations
@@ -23,12 +27,14 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 MANIFEST = "sparkpair-model.json"
+SEEN = ".sparkpair-seen.json"
+"""Inode, size and time (ns) of each file when its bytes were last proven; local to the node."""
 
 PIECE = 64 << 20
 """Bytes of a piece. A 5 GB shard has 75: enough to keep all streams busy, few enough for a small manifest."""
@@ -195,52 +201,116 @@ def list_files(folder: Path) -> Iterator[str]:
                 yield path
 
 
-def damaged(folder: Path, manifest: Manifest) -> list[str]:
-    """Read everything. Return the paths of the files that are not as the manifest says."""
+def damaged(folder: Path, files: Iterable[File]) -> list[str]:
+    """Read the files. Return the paths of those that are not as their entries say."""
+    entries = list(files)
     with concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        return [
-            f.path
-            for f, now in zip(
-                manifest.files, pool.map(lambda f: hash_file(folder, f.path), manifest.files), strict=True
-            )
-            if f != now
-        ]
+        found = pool.map(lambda f: hash_file(folder, f.path), entries)
+        return [f.path for f, now in zip(entries, found, strict=True) if f != now]
+
+
+def remember(folder: Path) -> None:
+    """Note how the files of a folder, whose bytes were just proven, look from outside."""
+    note = folder / f"{SEEN}.new"
+    note.write_text(json.dumps(_looks(folder)), encoding="utf-8")
+    note.replace(folder / SEEN)
+
+
+def touched(folder: Path, manifest: Manifest) -> list[File]:
+    """Return the files that do not look as they did when they were proven; all of them where that is not known."""
+    try:
+        seen = json.loads((folder / SEEN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        seen = {}
+    now = _looks(folder)
+    return [f for f in manifest.files if f.path not in now or now[f.path] != seen.get(f.path)]
+
+
+def _looks(folder: Path) -> dict[str, list[int]]:
+    stats = {path: (folder / path).stat() for path in list_files(folder)}
+    return {path: [stat.st_ino, stat.st_size, stat.st_mtime_ns] for path, stat in stats.items()}
 
 
 def require_usable(folder: Path, files: Iterable[str]) -> None:
     """Check that the files are those of a servable model.
 
     Raises:
-        ModelError: no config.json, no weights, or a shard that the index names is missing.
+        ModelError: no config.json, no weights, or a shard that an index names is missing.
     """
     present = set(files)
-    if "config.json" not in present:
-        raise ModelError(f"{folder} is not a model: it has no config.json; check model_source or model_repo")
-    shards: set[str] = set()
-    for index in sorted(p for p in present if p.endswith(".safetensors.index.json") and "/" not in p):
-        try:
-            shards.update(json.loads((folder / index).read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, AttributeError) as error:
-            raise ModelError(f"{folder / index} cannot be read: {error}; fetch the model again") from error
-    if missing := sorted(shards - present):
-        raise ModelError(f"{folder} lacks {len(missing)} of {len(shards)} shards, first {missing[0]}; fetch them again")
-    if not shards and not any(p.endswith((".safetensors", ".bin")) for p in present):
-        raise ModelError(f"{folder} holds no weights (*.safetensors); check model_source or model_repo")
+    indexes = {path: read_json(folder / path) for path in present if is_index(path)}
+    require_whole(f"model folder {folder}", present, indexes)
 
 
-def require_space(root: Path, size: int, present: int = 0) -> None:
-    """Check the disk before ``size`` bytes, of which ``present`` are there already, are written.
+def require_whole(what: str, present: set[str], indexes: Mapping[str, Any]) -> None:
+    """Check names of files against the indexes among them, by name, before or after they were fetched.
 
     Raises:
-        ModelError: less than what is to come plus ``MARGIN`` is free.
+        ModelError: as ``require_usable``; ``what`` names the folder or the repository.
     """
-    root.mkdir(parents=True, exist_ok=True)
-    wanted, free = size - present + MARGIN, shutil.disk_usage(root).free
-    if free < wanted:
+    if "config.json" not in present:
+        raise ModelError(f"found no config.json in {what}, expected a model: check model_source or model_repo")
+    shards: set[str] = set()
+    for path, index in sorted(indexes.items()):
+        try:
+            shards.update(index["weight_map"].values())
+        except (KeyError, AttributeError, TypeError) as error:
+            raise ModelError(f"found no weight_map in {path} of {what}, expected the index of its shards") from error
+    if missing := sorted(shards - present):
         raise ModelError(
-            f"{root} has {free / 1e9:.1f} GB free, the weights want {wanted / 1e9:.1f} GB; "
-            "free space or mount a larger disk there"
+            f"found {what} without {len(missing)} of the {len(shards)} shards of its index, first {missing[0]}, "
+            f"expected all of them: complete it, or choose another model_revision"
         )
+    if not shards and not weight_bytes(dict.fromkeys(present, 1)):
+        raise ModelError(f"found no weights (*.safetensors) in {what}: check model_source or model_repo")
+
+
+def is_index(path: str) -> bool:
+    """Return whether a path is an index of shards."""
+    return path.endswith(".safetensors.index.json") and "/" not in path
+
+
+def weight_bytes(sizes: Mapping[str, int]) -> int:
+    """Return the bytes of the weights that vLLM loads: safetensors, or the older format where there are none."""
+    for suffix in (".safetensors", ".bin"):
+        if found := sum(size for path, size in sizes.items() if path.endswith(suffix) and "/" not in path):
+            return found
+    return 0
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file of a model.
+
+    Raises:
+        ModelError: it is not one.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelError(f"{path} is not JSON: {error}; fetch the model again") from error
+
+
+def require_space(folder: Path, size: int) -> None:
+    """Check the disk before ``size`` bytes are written below ``folder``, which may not be there yet.
+
+    Raises:
+        ModelError: less than them and ``MARGIN`` is free.
+    """
+    present = next(p for p in (folder, *folder.parents) if p.exists())
+    wanted, free = size + MARGIN, shutil.disk_usage(present).free
+    if size and free < wanted:
+        raise ModelError(
+            f"found {free / 1e9:.1f} GB free for {folder}, expected {wanted / 1e9:.1f} GB for the weights that are to "
+            f"come; remove models that are no longer served, or mount a larger disk there: df -h {present}"
+        )
+
+
+def present_bytes(place: Place) -> int:
+    """Return the bytes of a revision that are on the disk already, complete or not."""
+    folders = [folder for folder in (place.partial, place.path) if folder.is_dir()]
+    files = {p.relative_to(f): p.stat() for f in reversed(folders) for p in f.rglob("*") if p.is_file()}
+    # Files of an interrupted copy have their final size at once, and holes where bytes are to come.
+    return sum(min(stat.st_size, stat.st_blocks * 512) for stat in files.values())
 
 
 def fingerprint(source: Path) -> str:
@@ -267,16 +337,31 @@ def take_folder(place: Place, source: Path, say: Progress) -> Manifest:
     origin = fingerprint(source)
     paths = sorted(list_files(source))
     require_usable(source, paths)
-    require_space(place.root, sum((source / p).stat().st_size for p in paths))
-    shutil.rmtree(place.partial, ignore_errors=True)
+    reopen(place, paths)
+    kept = {path for path in paths if _same(source / path, place.partial / path)}
+    require_space(place.root, sum((source / path).stat().st_size for path in paths if path not in kept))
     for path in paths:
-        target = place.partial / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / path, target)
-        say(f"copied {path}")
+        if path not in kept:
+            replace_file(source / path, place.partial / path)
+            say(f"copied {path}")
     manifest = Manifest(hash_folder(place.partial, say), origin)
     finish(place, manifest)
     return manifest
+
+
+def _same(one: Path, other: Path) -> bool:
+    """Return whether two files hold the same bytes; a missing one never does."""
+    if not other.is_file() or one.stat().st_size != other.stat().st_size:
+        return False
+    return hash_file(one.parent, one.name) == hash_file(other.parent, other.name)
+
+
+def replace_file(source: Path, target: Path) -> None:
+    """Copy a file; what the target's name meant before keeps its bytes."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    fresh = target.with_name(f".{target.name}.new")
+    shutil.copyfile(source, fresh)
+    fresh.replace(target)
 
 
 def finish(place: Place, manifest: Manifest) -> None:
@@ -287,6 +372,7 @@ def finish(place: Place, manifest: Manifest) -> None:
             (Path(directory) / name).chmod(0o644)
     (place.partial / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     (place.partial / MANIFEST).chmod(0o644)
+    remember(place.partial)
     if place.path.exists():
         old = place.path.with_name(f".old-{place.revision}")
         shutil.rmtree(old, ignore_errors=True)
@@ -297,13 +383,21 @@ def finish(place: Place, manifest: Manifest) -> None:
         place.partial.rename(place.path)
 
 
-def reopen(place: Place) -> None:
-    """Make the partial folder out of what there is: a folder that is to be mended goes back to partial."""
-    if place.path.exists():
-        shutil.rmtree(place.partial, ignore_errors=True)
-        place.path.rename(place.partial)
-        (place.partial / MANIFEST).unlink(missing_ok=True)
+def reopen(place: Place, wanted: Iterable[str] | None = None) -> None:
+    """Make the partial folder out of what there is: what an earlier run left, and links to the files in place.
+
+    ``wanted`` are the paths that may stay (all). The folder in place is not touched: nobody may write into its files.
+    """
     place.partial.mkdir(parents=True, exist_ok=True)
+    for path in list(list_files(place.path)):
+        target = place.partial / path
+        if not target.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.hardlink_to(place.path / path)
+    if wanted is not None:
+        allowed = {place.partial / path for path in wanted}
+        for stranger in [p for p in place.partial.rglob("*") if not p.is_dir() and p not in allowed]:
+            stranger.unlink()
 
 
 def is_current(place: Place) -> bool:

@@ -38,6 +38,7 @@ from ansible.module_utils.sparkpair.model import (
     piece_count,
     read_manifest,
     reopen,
+    replace_file,
     require_space,
 )
 
@@ -266,14 +267,7 @@ def copy(place: Place, source: Source, streams: int, say: Progress) -> Manifest:
     """
     try:
         manifest = source.manifest()
-        reopen(place)
-        strangers = {p.relative_to(place.partial).as_posix() for p in place.partial.rglob("*") if p.is_file()}
-        for path in strangers - {f.path for f in manifest.files}:
-            (place.partial / path).unlink()
-        present = sum(
-            (place.partial / path).stat().st_blocks * 512 for path in strangers if (place.partial / path).exists()
-        )
-        require_space(place.root, manifest.size, min(present, manifest.size))
+        reopen(place, [f.path for f in manifest.files])
         pull(place.partial, manifest, source, streams, say)
         finish(place, Manifest(manifest.files))
     except (ModelError, OSError) as error:
@@ -293,45 +287,84 @@ def pull(folder: Path, manifest: Manifest, source: Source, streams: int, say: Pr
     Raises:
         ModelError, OSError: see ``copy``. The folder stays, and the next pull goes on with it.
     """
-    handles: dict[int, tuple[int, bool]] = {}
-    jobs: list[tuple[int, int]] = []
     meter = Meter(manifest.size, say, source.keep_alive)
-    try:
-        for number, file in enumerate(manifest.files):
-            path = folder / file.path
-            path.parent.mkdir(parents=True, exist_ok=True)
-            old = path.exists()
-            handles[number] = os.open(path, os.O_RDWR | os.O_CREAT, 0o644), old
-            os.ftruncate(handles[number][0], file.size)
-            jobs += [(number, index) for index in range(piece_count(file.size))]
-        with concurrent.futures.ThreadPoolExecutor(max_workers=streams) as pool:
-            work = [pool.submit(_piece, source, manifest.files[n], n, i, handles[n], meter) for n, i in jobs]
-            try:
-                for each in concurrent.futures.as_completed(work):
-                    each.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-        for descriptor, _ in handles.values():
+    with concurrent.futures.ThreadPoolExecutor(max_workers=streams) as pool, contextlib.ExitStack() as opened:
+        jobs = [(file, index) for file in manifest.files for index in range(piece_count(file.size))]
+        right = pool.map(lambda job: _is_right(folder, job[0], job[1], meter), jobs)
+        wrong = [job for job, ok in zip(jobs, right, strict=True) if not ok]
+        lacking = {file.path for file, _ in wrong}
+        # A file that is linked elsewhere is written anew, all of it.
+        require_space(folder, sum(_new_bytes(folder, f, wrong) for f in manifest.files if f.path in lacking))
+        handles = {}
+        for file in manifest.files:
+            if file.path in lacking or (folder / file.path).stat().st_size != file.size:
+                handles[file.path] = _open(folder / file.path, file.size)
+                opened.callback(os.close, handles[file.path])
+                meter.add(0, fetched=False)
+        numbers = {file.path: number for number, file in enumerate(manifest.files)}
+        work = [pool.submit(_piece, source, f, numbers[f.path], i, handles[f.path], meter) for f, i in wrong]
+        try:
+            for each in concurrent.futures.as_completed(work):
+                each.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+        for descriptor in handles.values():
             os.fsync(descriptor)
             meter.add(0, fetched=False)
-    finally:
-        for descriptor, _ in handles.values():
-            os.close(descriptor)
     meter.tell(last=True)
 
 
-def _piece(source: Source, file: File, number: int, index: int, handle: tuple[int, bool], meter: Meter) -> None:
-    """Make one piece right: keep it when it is, else fetch it, up to ``TRIES`` times."""
-    descriptor, old = handle
-    start, end = index * PIECE, min(file.size, (index + 1) * PIECE)
-    if old and hash_piece(descriptor, index, file.size) == file.pieces[index]:
-        meter.add(end - start, fetched=False)
-        return
+def _bounds(file: File, index: int) -> tuple[int, int]:
+    return index * PIECE, min(file.size, (index + 1) * PIECE)
+
+
+def _is_right(folder: Path, file: File, index: int, meter: Meter) -> bool:
+    """Return whether a piece is there already, by its sha256."""
+    try:
+        descriptor = os.open(folder / file.path, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        if hash_piece(descriptor, index, file.size) != file.pieces[index]:
+            return False
+    finally:
+        os.close(descriptor)
+    start, end = _bounds(file, index)
+    meter.add(end - start, fetched=False)
+    return True
+
+
+def _new_bytes(folder: Path, file: File, wrong: list[tuple[File, int]]) -> int:
+    """Return the bytes of disk that mending a file takes; damaged pieces are written over, holes are filled."""
+    path = folder / file.path
+    stat = path.stat() if path.exists() else None
+    if stat and stat.st_nlink > 1:
+        return int(file.size)
+    if stat and stat.st_blocks * 512 >= file.size:
+        return 0
+    return sum(end - start for f, i in wrong if f.path == file.path for start, end in [_bounds(f, i)])
+
+
+def _open(path: Path, size: int) -> int:
+    """Return a descriptor of a file of that size to write to, whose bytes are nobody else's."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and path.stat().st_nlink > 1:
+        replace_file(path, path)
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    os.ftruncate(descriptor, size)
+    return descriptor
+
+
+def _piece(source: Source, file: File, number: int, index: int, descriptor: int, meter: Meter) -> None:
+    """Fetch one piece until it is right, up to ``TRIES`` times."""
+    start, end = _bounds(file, index)
     for attempt in range(TRIES):
         try:
             problem = "its sha256 differs"
             if _fetch(source, number, start, end, descriptor) == file.pieces[index]:
+                # Or the kernel keeps gigabytes back, and the disk idles until the network is done.
+                os.fdatasync(descriptor)
                 meter.add(end - start, fetched=True)
                 return
         except (OSError, http.client.HTTPException) as error:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ansible.module_utils.sparkpair.agent import open_listeners
@@ -56,7 +57,10 @@ def _cap(part: Mapping[str, Any]) -> str:
     caps = sorted({env.get("DSPARK_MAX_INFLIGHT_PREFILLS", "unset") for env in readable})
     shown = f"{', '.join(caps)} in the service's environment"
     scheduler = part.get("scheduler")
-    return f"{scheduler['cap']} ({scheduler['policy']}) in the scheduler, {shown}" if scheduler else shown
+    if not scheduler:
+        return shown
+    limits = ", ".join(f"{name} {scheduler[name]}" for name in ("threshold", "budget") if scheduler.get(name))
+    return f"{scheduler['cap']} ({scheduler['policy']}, {limits}) in the scheduler, {shown}"
 
 
 def _completion(part: Mapping[str, Any]) -> str:
@@ -95,6 +99,8 @@ class Wish:
     play: str = "ansible-playbook"
     api: str = ""
     """Where the head's API may listen, as address:port."""
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """Options of `vllm serve` that were asked for."""
 
 
 def faults_of(nodes: Mapping[str, Node], wish: Wish) -> list[str]:
@@ -110,6 +116,9 @@ def faults_of(nodes: Mapping[str, Node], wish: Wish) -> list[str]:
             found, expected = cell(nodes[name]), cell(nodes[first])
             if found != expected and not _unread(nodes[name]) and not _unread(nodes[first]):
                 faults.append(f"{name}: found {label} {found}, expected {expected} as on {first}: {site}")
+    for name in rest:
+        if (nodes[name].get("completion") or {}).get("failed"):
+            faults.append(f"{name}: {read_error(nodes[name]['completion'])}")
     answer = nodes[first].get("completion") or {}
     if not answer.get("skipped") and not _unread(nodes[first]) and (error := read_error(answer)):
         faults.append(f"{first}: {error}")
@@ -147,12 +156,28 @@ def _node_faults(node: Node, wish: Wish, site: str) -> list[str]:
     fine = ("patched", "not-needed") if wish.patched else ("original", "not-needed", "absent")
     if status not in fine:
         faults.append(f"found the scheduler {status}, expected {fine[0]}: {site}")
-    cap, expected = (part.get("scheduler") or {}).get("cap"), wish.variables.get("DSPARK_MAX_INFLIGHT_PREFILLS", "")
-    if status == "patched" and cap is not None and str(cap) != expected:
-        faults.append(f"found the cap {cap} in the running scheduler, expected {expected}: {site}")
-    if status == "patched" and node.get("completion") and not node["completion"].get("skipped") and cap is None:
-        faults.append(f"found a running scheduler that did not log its cap, expected {expected}: {site}")
+    if status == "patched":
+        answered = bool((node.get("completion") or {}).get("completion"))
+        faults += [f"{text}: {site}" for text in _scheduler_faults(part.get("scheduler"), answered, wish)]
     return faults
+
+
+def _scheduler_faults(scheduler: Mapping[str, Any] | None, answered: bool, wish: Wish) -> list[str]:
+    """How the running scheduler differs from what was asked: vLLM and the hotfix fall back without an error."""
+    expected = {
+        "cap": wish.variables.get("DSPARK_MAX_INFLIGHT_PREFILLS"),
+        "policy": wish.variables.get("DSPARK_PREFILL_POLICY"),
+        "threshold": wish.engine.get("long-prefill-token-threshold", 0),
+        "budget": wish.engine.get("max-num-batched-tokens"),
+    }
+    if not scheduler:
+        return [f"found a running scheduler that did not log its cap, expected {expected['cap']}"] if answered else []
+    return [
+        f"found the {name} {scheduler.get(name)} in the running scheduler, expected {value}"
+        for name, value in expected.items()
+        # vLLM also takes "4k"; only plain numbers and words are compared.
+        if value is not None and re.fullmatch(r"\d+|[a-z]+", str(value)) and str(scheduler.get(name)) != str(value)
+    ]
 
 
 def table(nodes: Mapping[str, Node], faults: Sequence[str], checking: bool = False) -> str:

@@ -77,17 +77,24 @@ def first(entries, pattern: str, after: float) -> float | None:
 
 @dataclass(frozen=True)
 class Drill:
-    """A fault: commands by node, seconds until it is healed and how, and what must hold.
+    """A fault: commands by node, how and when it is healed, and what must hold.
 
-    `seen`: longest time in seconds until the group reacts; None where it must go on serving.
+    `seen`: longest time in seconds until the group reacts; None where nobody is left who could say so. `ends`: longest
+    from then until no old process is left, with 10 s of grace where a rank is told to stop.
+    `after`: seconds until the heal; `until`: what the head's agent says before it. `keeps`: it must go on serving.
+    `busy`: 50 requests are in flight. `drains`: 8 short ones are, and must finish while no new one is taken.
     """
 
     name: str
     fault: dict[str, str]
     seen: float | None = 2.0
+    ends: float = 3.0
     heal: dict[str, str] | None = None
     after: float = 0.0
+    until: str = ""
+    keeps: bool = False
     busy: bool = False
+    drains: bool = False
     quick: bool = False
 
 
@@ -99,18 +106,69 @@ def up(*rails: str) -> str:
     return "; ".join(f"ip link set {rail} up" for rail in rails)
 
 
+def cut(rails: tuple[str, ...], seconds: float, **wanted) -> Drill:
+    what = "both rails" if len(rails) == 2 else f"rail {RAILS.index(rails[0])}"
+    return Drill(
+        f"cut {what} for {seconds:.0f} s", {"spark-b": down(*rails)}, heal={"spark-b": up(*rails)}, after=seconds,
+        **wanted,
+    )  # fmt: skip
+
+
 KILL_AGENT = "systemctl kill -s KILL --kill-whom=main sparkpair-rank"
+SCHEDULER = "$(ls /opt/sparkpair/current/lib/python3*/site-packages/vllm/v1/core/sched/interface.py)"
+DRIFT = f"cp {SCHEDULER} /root/kept; echo '# drift' >> {SCHEDULER}; pkill -9 -f ^VLLM::Worker"
+ERRORS = f"/srv/simulated-sysfs/class/net/{RAILS[0]}/device/aer_dev_fatal"
+# A service sees what is mounted where it starts: the agent that systemd starts again finds its folders full.
+FULL_DISK = f"""
+for folder in /var/lib/sparkpair-rank /var/cache/sparkpair-rank; do
+  mount -t tmpfs -o size=256k,uid=870,gid=870,mode=0700 full $folder
+  dd if=/dev/zero of=$folder/full 2>/dev/null || true
+done
+{KILL_AGENT}
+"""
 DRILLS = [
     Drill("kill -9 rank 1's worker", {"spark-b": "pkill -9 -f ^VLLM::Worker"}, quick=True, busy=True),
     Drill("kill -9 rank 1's agent", {"spark-b": KILL_AGENT}, quick=True),
     Drill("kill -9 rank 0's engine", {"spark-a": "pkill -9 -f ^VLLM::EngineCore"}),
     Drill("kill -9 the API process", {"spark-a": "pkill -9 -f '[b]in/vllm serve'"}),
+    Drill(
+        "fill the head's disk, kill its agent",
+        {"spark-a": FULL_DISK},
+        heal={"spark-a": "umount -l /var/lib/sparkpair-rank /var/cache/sparkpair-rank"},
+        after=60,
+    ),
     Drill("kill -9 both agents", dict.fromkeys(NODES, KILL_AGENT), seen=None),
     Drill("stop rank 1's worker (SIGSTOP)", {"spark-b": "pkill -STOP -f ^VLLM::Worker"}, seen=75.0, busy=True),
-    Drill("cut rail 1 for 60 s", {"spark-b": down(RAILS[1])}, seen=None, heal={"spark-b": up(RAILS[1])}, after=60),
-    Drill("cut both rails for 5 s", {"spark-b": down(*RAILS)}, seen=10.0, heal={"spark-b": up(*RAILS)}, after=5),
-    Drill("cut both rails for 60 s", {"spark-b": down(*RAILS)}, seen=10.0, heal={"spark-b": up(*RAILS)}, after=60),
-    Drill("reboot the worker", {"spark-b": "systemctl reboot"}, seen=10.0),
+    Drill(
+        "another hotfix on rank 1, kill worker",
+        {"spark-b": DRIFT},
+        until=r"waiting for spark-b: scheduler digest differs: \w+ there, \w+ on spark-a",
+        heal={"spark-b": f"cat /root/kept > {SCHEDULER}"},
+    ),
+    Drill(
+        "systemctl stop on rank 1 alone",
+        {"spark-b": "systemctl stop --no-block sparkpair-rank"},
+        seen=25.0,
+        ends=13.0,
+        drains=True,
+        until="waiting for spark-b: stopped there",
+        heal={"spark-b": "systemctl start --no-block sparkpair-rank"},
+    ),
+    Drill(
+        "fatal PCIe errors, kill rank 1's worker",
+        {"spark-b": f"echo 'TOTAL_ERR_FATAL 1' >{ERRORS}; sleep 3; pkill -9 -f ^VLLM::Worker"},
+        seen=5.0,
+        until="held on spark-b: found 1 fatal PCIe errors in .*: shut the nodes down and cut their power",
+        heal={"spark-b": f"rm {ERRORS}"},
+    ),
+    cut(RAILS[1:], 5, keeps=True),
+    cut(RAILS[1:], 60, keeps=True),
+    cut(RAILS[:1], 5, keeps=True),
+    # The ranks themselves speak over rail 0 alone here: no NCCL, which would use both.
+    cut(RAILS[:1], 60, seen=75.0, busy=True),
+    cut(RAILS, 5, seen=10.0),
+    cut(RAILS, 60, seen=10.0),
+    Drill("reboot the worker", {"spark-b": "systemctl reboot"}, seen=10.0, ends=13.0),
     Drill("reboot the head", {"spark-a": "systemctl reboot"}, seen=None),
     Drill("reboot both", dict.fromkeys(reversed(NODES), "systemctl reboot"), seen=None),
 ]
@@ -123,7 +181,7 @@ def pair(fresh_lab):
     if not serving():
         play("site.yml")
     yield
-    head = f"{'fault':34}{'seen':>8}{'stopped':>9}{'token':>8}{'start':>8}   (seconds; start: of the model alone)"
+    head = f"{'fault':38}{'seen':>8}{'stopped':>9}{'token':>8}{'start':>8}   (seconds; start: of the model alone)"
     shown = "\n".join([head, *TABLE])
     print("\n" + shown)
     if os.environ.get("CHAOS_REPORT"):
@@ -173,36 +231,44 @@ def inject(commands: dict[str, str]) -> float:
     return started
 
 
-def leftovers() -> list[str]:
-    """Processes of vLLM that should not be there: more than one worker on a node, or more than one engine in all."""
-    found = []
-    for name in NODES:
-        shown = node(
-            name, "ps -eo args= | grep -c ^VLLM::Worker; ps -eo args= | grep -c ^VLLM::EngineCore", check=False
-        )
-        if shown.split() != (["1", "1"] if name == NODES[0] else ["1", "0"]):
-            found.append(f"{name}: {shown.split()}")
-    return found
+COUNT = "for what in Worker EngineCore; do ps -eo args= | grep -c ^VLLM::$what; done; ls /dev/shm | wc -l"
+
+
+STATUS = """python3 -c 'import http.client as h
+c = h.HTTPConnection("127.0.0.1", 8000, timeout=5); c.request("GET", "/v1/models"); print(c.getresponse().status)'
+"""
+
+
+def there() -> dict[str, list[int]]:
+    """On each node: workers, engines and files in shared memory; what a generation needs, and no more."""
+    return {name: [int(count) for count in node(name, COUNT, check=False).split()] for name in NODES}
 
 
 @pytest.mark.parametrize("drill", [d for d in DRILLS if FULL or d.quick], ids=lambda drill: drill.name)
 def test_the_pair_comes_back(drill):
     wait_for(serving, AGAIN_S, "before the drill")
     generation = state("spark-a")["generation"]
+    needs = there()
+    assert [counts[:2] for counts in needs.values()] == [[1, 1], [1, 0]]
     node("spark-a", "/usr/local/lib/sparkpair/sparkpair-rank --reset")
     clients = None
-    if drill.busy:
-        clients = ask_many(50, 2000, 200)
+    if drill.busy or drill.drains:
+        clients = ask_many(50, 2000, 200) if drill.busy else ask_many(8, 60, 60)
         time.sleep(3)
     at = inject(drill.fault)
-    if drill.after:
-        time.sleep(drill.after)
-        inject(drill.heal or {})
-    keeps = drill.seen is None and drill.after > 0
-    if keeps:
+    if drill.drains:
+        wait_for(lambda: "503" in node("spark-a", STATUS, check=False), 10, "new requests are refused")
+    if drill.until:
+        wait_for(lambda: re.search(drill.until, state("spark-a").get("text", "")), 60, drill.until)
+        time.sleep(5)
+        assert [counts[:2] for counts in there().values()] == [[0, 0], [0, 0]]
+    time.sleep(drill.after)
+    healed = inject(drill.heal or {})
+    if drill.keeps:
         time.sleep(5)
         assert serving() and state("spark-a")["generation"] == generation
-        TABLE.append(f"{drill.name:34}{'serves on':>25}")
+        assert json.loads(ask_many(1, 8, 30).communicate(timeout=40)[0])[0][0] == "result"
+        TABLE.append(f"{drill.name:38}{'serves on':>25}")
         return
     if any("reboot" in command for command in drill.fault.values()):
         for name in drill.fault:
@@ -216,40 +282,23 @@ def test_the_pair_comes_back(drill):
     start = [float(m[1]) for _, _, text in entries if (m := re.search(r"^first completion ([\d.]+) s after", text))]
     assert token is not None and start
     shown = "-" if seen is None else f"{seen:.1f}"
-    TABLE.append(f"{drill.name:34}{shown:>8}{stopped:>9.1f}{token:>8.1f}{start[-1]:>8.1f}")
+    mended = f"   mended after {healed - at:.0f} s" if drill.heal else ""
+    TABLE.append(f"{drill.name:38}{shown:>8}{stopped:>9.1f}{token:>8.1f}{start[-1]:>8.1f}{mended}")
+    print(TABLE[-1])
     if clients:
         answers = json.loads(clients.communicate(timeout=250)[0])
         late = [
             kind for kind, begun, ended in answers if kind == "hung" or (ended > at and ended - at > 30 + drill.seen)
         ]
-        assert len(answers) == 50 and not late, f"requests that hung: {late}"
-    assert leftovers() == []
+        assert len(answers) in (8, 50) and not late, f"requests that hung: {late}"
+        assert not drill.drains or {kind for kind, _, _ in answers} == {"result"}, answers
+    assert there() == needs, "something is left over"
+    for name in NODES:
+        # The node's own stand-in for the kernel's file; written before each generation.
+        assert float(node(name, "stat -c %Y /proc/sys/vm/drop_caches")) >= int(at), "the page cache was not dropped"
     if drill.seen is not None:
         assert seen is not None and seen <= drill.seen, entries
-        assert stopped <= seen + 3, entries
-
-
-@pytest.mark.skipif(not FULL, reason="make chaos")
-def test_a_hotfix_changed_on_one_node_is_refused_by_name_until_it_is_mended():
-    generation = state("spark-a")["generation"]
-    file = "/opt/sparkpair/current/lib/python3*/site-packages/vllm/v1/core/sched/interface.py"
-    node("spark-b", f"cp $(ls {file}) /root/kept; echo '# drift' >> $(ls {file}); pkill -9 -f ^VLLM::Worker")
-    wait_for(lambda: "scheduler digest differs" in state("spark-a").get("text", ""), 60, "the refusal")
-    text = state("spark-a")["text"]
-    assert "spark-b" in text and "on spark-a" in text
-    node("spark-b", f"cat /root/kept > $(ls {file})")
-    wait_for(lambda: serving(generation), AGAIN_S, "mended")
-
-
-@pytest.mark.skipif(not FULL, reason="make chaos")
-def test_a_stop_on_one_node_stops_the_group_until_that_node_starts_again():
-    generation = state("spark-a")["generation"]
-    node("spark-b", "systemctl stop sparkpair-rank")
-    wait_for(lambda: "stopped there" in state("spark-a").get("text", ""), 30, "the stop")
-    time.sleep(20)
-    assert node("spark-a", "pgrep -c -f ^VLLM::", check=False).strip() == "0"
-    node("spark-b", "systemctl start --no-block sparkpair-rank")
-    wait_for(lambda: serving(generation), AGAIN_S, "started")
+        assert stopped <= seen + drill.ends, entries
 
 
 def test_an_option_that_vllm_refuses_leaves_the_old_ones_serving():
@@ -284,5 +333,4 @@ def test_the_agents_cost_little_while_idle():
         share = (found["cpu_s"] - before[name]) / (time.monotonic() - started)
         print(f"{name}: {found['resident_bytes'] / 2**20:.0f} MiB, {100 * share:.2f} % of a core")
         assert found["resident_bytes"] <= 40 * 2**20
-        # 0.5 % is the aim; a loaded machine counts waiting for its caches too.
-        assert share <= 0.01
+        assert share <= 0.005

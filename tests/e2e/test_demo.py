@@ -134,6 +134,7 @@ A, B = "10.77.0.1", "10.77.0.2"
         ({}, {"serve_max_inflight_prefills": 4}, "serve_max_inflight_prefills"),
         ({}, {"serve_max_inflight_prefills": "two"}, "serve_max_inflight_prefills"),
         ({}, {"serve_max_inflight_prefills": ""}, "serve_max_inflight_prefills"),
+        ({}, {"profile": "huge"}, "found profile=huge, expected one of deepseek-v4-flash-0731"),
         ({}, {"fabric_mtu": 900}, "fabric_mtu 900 is not between"),
         ({}, {"fabric_subnet": "10.77.0.0/23"}, "overlaps"),
         ({}, {"fabric_subnet": "192.168.176.1/23"}, "is an address in a network"),

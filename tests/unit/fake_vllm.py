@@ -31,14 +31,17 @@ print("Loading safetensors checkpoint shards:  43% Completed", flush=True)
 
 class Handler(BaseHTTPRequestHandler):
     steps = 0
+    in_flight = 0
 
-    def send(self, body: str) -> None:
-        self.send_response(200)
+    def send(self, body: str, status: int = 200) -> None:
+        self.send_response(status)
         self.end_headers()
         self.wfile.write(body.encode())
 
     def do_GET(self) -> None:
-        if self.path == "/metrics":
+        if Path(os.environ["SPARKPAIR_DRAINING"]).exists():
+            self.send(json.dumps({"error": "stopped", "in_flight": Handler.in_flight}), 503)
+        elif self.path == "/metrics":
             busy = int((folder / "hang").exists())
             self.send(f'vllm:num_requests_running{{e="0"}} {busy}.0\nvllm:generation_tokens_total {Handler.steps}\n')
         else:
@@ -46,8 +49,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
+        Handler.in_flight += 1
         while (folder / "hang").exists():
             time.sleep(0.1)
+        Handler.in_flight -= 1
         Handler.steps += 1
         self.send(json.dumps({"choices": [{"text": "hello"}]}))
 

@@ -211,6 +211,7 @@ def test_a_stop_on_any_node_drains_stops_all_and_lasts(world, rank):
     world.give(rank, core.Command("leave"))
     world.run(5)
     assert all(node.alive for node in world.nodes), "requests in flight are waited for"
+    assert sum(isinstance(action, core.Refuse) for _, action in world.nodes[0].actions) == 1, "no new ones are taken"
     world.metrics = (0, "b")
     world.run(3)
     assert world.alive() == [set(), set()] and world.nodes[rank].agent is None

@@ -8,12 +8,16 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
+import yaml
 from conftest import ROOT
-from sparkpair_rank import core, link, main, probes, processes, report
+from sparkpair_rank import core, kernel_log, link, main, page_cache, probes, processes, report
 
 NAMES = ["spark-a", "spark-b"]
 RAILS = [["127.0.0.1", "127.0.0.2"], ["127.0.1.1", "127.0.1.2"]]
@@ -162,6 +166,85 @@ def test_a_pair_serves_survives_the_death_of_a_worker_a_cut_and_a_wedge_and_ends
     assert state["resident_bytes"] < 40 * 2**20
 
 
+def test_a_stop_waits_for_requests_in_flight_and_refuses_new_ones(pair):
+    for rank in (0, 1):
+        pair.start(rank, limits={**LIMITS, "drain": 15, "quiet": 20})
+    pair.serving(1)
+    (pair.folder / "hang").touch()
+    api = probes.Api("127.0.0.1", pair.api, "tiny")
+    answers: list[tuple[str, str]] = []
+    client = threading.Thread(target=lambda: answers.append(probes.complete(api, "hi", 1, 20.0)))
+    client.start()
+    time.sleep(0.5)
+    pair.agents[1].terminate()
+    pair.wait(0, lambda state: "draining" in state["text"])
+    time.sleep(1.5)
+    assert probes.read_metrics(api)[0] >= 1 and pair.ask(0)["phase"] == "draining"
+    (pair.folder / "hang").unlink()
+    client.join()
+    assert answers == [("ok", "")]
+    assert pair.agents[1].wait(10) == 0
+    pair.start(1)
+    pair.serving(2)
+    assert not (pair.folder / "draining").exists()
+
+
+def test_the_page_cache_is_dropped_before_the_command(tmp_path):
+    command = [sys.executable, page_cache.__file__, str(tmp_path / "helper"), sys.executable, "-c", "print('command')"]
+    run = partial(subprocess.run, command, capture_output=True, text=True, check=True, timeout=20)
+    assert run().stdout.splitlines() == ["command"]
+    done = []
+
+    def help_once() -> None:
+        client, _ = server.accept()
+        time.sleep(0.3)
+        done.append(time.monotonic())
+        client.close()
+
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "helper"))
+        server.listen()
+        helper = threading.Thread(target=help_once)
+        helper.start()
+        assert run().stdout.splitlines() == ["sparkpair: the page cache was dropped", "command"]
+        helper.join()
+    assert run().stdout.splitlines()[0].startswith("sparkpair: the page cache was not dropped: ")
+
+
+def test_shared_memory_of_an_ended_generation_is_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "SHARED", tmp_path)
+    group = processes.Group(lambda _: None, lambda *_: None)
+    (tmp_path / "psm_1").touch()
+    group.cgroup = None
+    group.clear_shared()
+    assert (tmp_path / "psm_1").exists(), "only a service knows that nobody else runs as its user"
+    group.cgroup = tmp_path
+    with monkeypatch.context() as other:
+        other.setattr(os, "getuid", lambda: os.geteuid() + 1)
+        group.clear_shared()
+    assert (tmp_path / "psm_1").exists()
+    group.clear_shared()
+    assert not (tmp_path / "psm_1").exists()
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\n\r\n"])
+def test_a_server_that_drips_is_late(head):
+    def drip() -> None:
+        client, _ = server.accept()
+        with client, suppress(OSError):
+            client.sendall(head)
+            while True:
+                client.sendall(b"x")
+                time.sleep(0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=drip, daemon=True).start()
+        api = probes.Api("127.0.0.1", server.getsockname()[1], "tiny")
+        started = time.monotonic()
+        assert probes.complete(api, "hi", 1, 0.5)[0] == "late"
+        assert time.monotonic() - started < 2
+
+
 def test_a_start_that_fails_again_and_again_ends_with_the_first_cause(pair):
     (pair.folder / "fail").touch()
     pair.start(1)
@@ -230,6 +313,27 @@ def test_fatal_errors_of_the_adapter_and_a_pause_hold(tmp_path):
     assert "found 2 fatal PCIe errors" in main.read_hold(tmp_path / "pause", [str(counters)])
     (tmp_path / "pause").write_text("cable")
     assert main.read_hold(tmp_path / "pause", []).endswith("exists: cable")
+
+
+def test_what_the_kernel_logs_and_no_restart_mends_holds(tmp_path, monkeypatch):
+    known = yaml.safe_load((ROOT / "known_bad.yml").read_text())
+    fatal = [entry for entry in known if entry["severity"] == "fatal" and "system_log" in entry["when"]]
+    log = kernel_log.KernelLog(fatal)
+    assert len(log.known) == len(fatal) >= 5, "the agent understands all of them"
+    journalctl = tmp_path / "journalctl"
+    journalctl.write_text(f'#!/bin/sh\necho "$@" >>{tmp_path}/asked\ncat {tmp_path}/log 2>/dev/null\n')
+    journalctl.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert log.hold(0.0) == "" == log.hold(59.0)
+    (tmp_path / "log").write_text("usb 1-1: new device\nNVRM: GPU 000f:01:00.0: RmInitAdapter failed! (0x62:0x55:2)\n")
+    assert log.hold(30.0) == "", "asked once a minute"
+    found = log.hold(61.0)
+    assert "RmInitAdapter failed!" in found and "then reboot" in found
+    (tmp_path / "log").unlink()
+    assert log.hold(200.0) == found, "until the next boot"
+    asked = (tmp_path / "asked").read_text().splitlines()
+    assert len(asked) == 2 and "--since=@0 " in asked[0] and "--since=@0 " not in asked[1]
+    assert kernel_log.KernelLog([{**fatal[0], "when": {"system_log": {"matches": "x", "count": 4}}}]).known == []
 
 
 def test_prometheus_text_has_a_type_for_every_metric():

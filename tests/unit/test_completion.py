@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import time
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
-from ansible.module_utils.sparkpair.completion import GUARDED, ProbeError, ask, open_without_key
+from ansible.module_utils.sparkpair.completion import (
+    CLOSED,
+    GUARDED,
+    ProbeError,
+    ask,
+    guard_faults,
+    main,
+    network_faults,
+)
 
 
 def chunk(text, finish=None):
@@ -92,8 +103,46 @@ def test_nothing_that_listens_fails(api):
         ask("127.0.0.1", port, "tiny", "hi", 4, "", 1.0)
 
 
-def test_routes_that_answer_without_a_key_are_named(api):
+def test_who_may_ask_for_what_is_tried(api):
+    def faults(*keys):
+        return guard_faults("127.0.0.1", api.server_port, list(keys), 5.0)
+
     api.key = "secret"
-    assert open_without_key("127.0.0.1", api.server_port, 5.0) == []
+    assert faults("secret") == []
+    assert faults("secret", "other") == ["/v1/models with key 2: HTTP 401, expected 200"]
+    assert len(faults("wrong")) == 3
     api.key = ""
-    assert open_without_key("127.0.0.1", api.server_port, 5.0) == [f"{path} (HTTP 200)" for path in GUARDED]
+    assert faults("secret") == [f"{path} without a key: HTTP 200, expected 401" for path in GUARDED]
+
+
+def test_routes_that_another_node_gets_are_named(api):
+    api.key = "secret"
+    found = network_faults("127.0.0.1", api.server_port, 5.0)
+    assert found == [f"{path} from here: HTTP 401, expected 403" for path in CLOSED]
+    assert "/metrics" in CLOSED and "/v1/models" not in CLOSED
+
+
+def test_an_answer_that_drips_is_late():
+    def drip():
+        client, _ = server.accept()
+        with client, suppress(OSError):
+            client.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+            while True:
+                client.sendall(b": x\n")
+                time.sleep(0.05)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=drip, daemon=True).start()
+        started = time.monotonic()
+        with pytest.raises(ProbeError, match="no answer within 1 s"):
+            ask("127.0.0.1", server.getsockname()[1], "tiny", "hi", 4, "", 0.6)
+        assert time.monotonic() - started < 2
+
+
+def test_the_demo_shows_the_text_as_it_comes(api, capsys, monkeypatch):
+    monkeypatch.setattr("ansible.module_utils.sparkpair.completion.PORT", api.server_port)
+    api.lines = [chunk("he"), chunk("llo", "length"), "data: [DONE]"]
+    assert main() == 0
+    assert capsys.readouterr().out.startswith("hello\n[2 chunks; the first after 0.")
+    api.lines = []
+    assert main() == 1

@@ -55,7 +55,7 @@ def node(tmp_path):
         "dev/shm/pulse-shm-1": "x",
         "etc/sparkpair/rank.env": 'NCCL_DEBUG="INFO"\r\n',
         "etc/sparkpair/engine.yaml": "# head\ngpu-memory-utilization: 0.85\n",
-        "etc/sparkpair/api-key.env": "",
+        "etc/sparkpair/api-keys": "\n",
         "etc/default/earlyoom": 'EARLYOOM_ARGS="-m 2 -s 80"\n',
         "home/spark/.ssh/id_ed25519_shared": "key",
         "usr/lib/aarch64-linux-gnu/libnccl.so.2": "library",

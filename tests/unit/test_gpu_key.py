@@ -129,6 +129,8 @@ def test_the_memory_policy_configures_earlyoom_only_where_it_is(tmp_path):
 
 def test_a_policy_of_leaving_alone_removes_what_was_ours(tmp_path):
     assert set(memory.wanted(memory.Policy(-1, "", False, False), tmp_path).values()) == {None}
+    units = memory.wanted(memory.Policy(1, "", True, True, "other"), tmp_path)
+    assert b"SocketUser=other\n" in (units[memory.PAGE_CACHE_SOCKET] or b"")
 
 
 def test_a_kernel_that_forgot_its_swappiness_is_seen(tmp_path):

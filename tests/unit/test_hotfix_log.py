@@ -37,12 +37,17 @@ def test_reads_what_the_gate_writes(caplog, policy):
     assert hotfix_log.steps([*lines, "[issue43-step 3] {half a li"]) == [record]
 
 
+ENGINE = "threshold=1024 budget=8192"
+
+
 def test_the_last_construction_counts():
-    line = "vllm[7]: [issue27-hotfix] in-flight prefill cap={} policy=fair diag=0 revision=4 allowance=512"
-    found = hotfix_log.built(["x", line.format(1), line.format(2), "y"])
-    assert found == {"cap": 2, "policy": "fair", "diag": 0, "revision": 4, "allowance": 512}
-    strict = "[issue27-hotfix] in-flight prefill cap=1 policy=strict diag=1 revision=4"
-    assert hotfix_log.built([strict]) == {"cap": 1, "policy": "strict", "diag": 1, "revision": 4, "allowance": None}
+    options = {"threshold": 1024, "budget": 8192}
+    line = "vllm[7]: [issue27-hotfix] in-flight prefill cap={} policy=fair diag=0 revision=4 {} allowance=512"
+    found = hotfix_log.built(["x", line.format(1, ENGINE), line.format(2, ENGINE), "y"])
+    assert found == {"cap": 2, "policy": "fair", "diag": 0, "revision": 4, "allowance": 512} | options
+    strict = f"[issue27-hotfix] in-flight prefill cap=1 policy=strict diag=1 revision=4 {ENGINE}"
+    wanted = {"cap": 1, "policy": "strict", "diag": 1, "revision": 4, "allowance": None} | options
+    assert hotfix_log.built([strict]) == wanted
     assert hotfix_log.built([strict, "[issue27-hotfix] off: DSPARK_PREFILL_HOTFIX_OFF is set"]) is None
     assert hotfix_log.built(["nothing"]) is None
     assert runtime.REVISION == 4, "the lines above say what this revision logs"
@@ -53,7 +58,7 @@ def test_as_a_filter_of_a_journal():
         "partial": 2, "prefill": {"a": 512}, "decode": {"b": 1}, "held": {"c": "cap", "d": "cap"}, "oldest_hold": 7,
         "exempt": {"e": "preempted"}, "decode_skips": {}, "overcounted": [],
     }  # fmt: skip
-    line = "INFO [issue27-hotfix] in-flight prefill cap=2 policy=strict diag=1 revision=4"
+    line = f"INFO [issue27-hotfix] in-flight prefill cap=2 policy=strict diag=1 revision=4 {ENGINE}"
     done = subprocess.run(
         [sys.executable, "-I", str(Path(hotfix_log.__file__).resolve())],
         input=f"{line}\nnoise\n[issue43-step 9] {json.dumps(record)}\n", capture_output=True, text=True, check=True,

@@ -229,7 +229,8 @@ def test_attach_logs_once_and_sets_the_attribute(monkeypatch, caplog):
         scheduler = toy(load_toy(monkeypatch))
     assert scheduler._dspark_max_inflight_prefills == 2
     assert [r.message for r in caplog.records] == [
-        f"[issue27-hotfix] in-flight prefill cap=2 policy=strict diag=1 revision={runtime.REVISION}"
+        "[issue27-hotfix] in-flight prefill cap=2 policy=strict diag=1 "
+        f"revision={runtime.REVISION} threshold=0 budget=0"
     ]
 
 

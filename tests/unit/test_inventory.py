@@ -150,6 +150,9 @@ def test_a_limited_run_is_refused():
         {"verify_tokens": 0},
         {"serve_engine_args": {"dtype": None}},
         {"serve_engine_args": {"pipeline-parallel-size": 2}},
+        {"serve_engine_args": {"ssl-keyfile": "/x"}},
+        {"serve_engine_args": {"enable-prefix-caching": False}},
+        {"serve_engine_args": {"enable-prefix-caching": True, "no-enable-prefix-caching": True}},
         {"serve_environment": {"A": None}},
         {"serve_environment": {"A": [1, 2]}},
         {"serve_environment": {"A": True}},
@@ -169,3 +172,8 @@ def test_a_rendezvous_that_the_firewall_leaves_open_is_refused():
     assert any("outside fabric_closed_ports" in fault for fault in faults({"serve_master_port": 26000}))
     assert faults({"serve_master_port": 26000, "fabric_closed_ports": [26000]}) == []
     assert faults({"serve_master_port": 26000, "fabric_firewall": False}) == []
+
+
+def test_weights_are_not_copied_on_a_port_that_agents_use():
+    (fault,) = faults({"model_port": 25001})
+    assert "serve_agent_port=25001, model_port=25001, expected a port of its own for each" in fault

@@ -8,8 +8,10 @@ import json
 import os
 import random
 import socket
+import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -139,7 +141,8 @@ def test_a_folder_that_is_no_model_is_refused(source, tmp_path, name):
     (source / name).unlink()
     place = Place(tmp_path / "head", "m", "r1")
     with pytest.raises(
-        ModelError, match="no config.json" if name == "config.json" else "lacks 1 of 2 shards, first model-2"
+        ModelError,
+        match="no config.json" if name == "config.json" else "without 1 of the 2 shards of its index, first model-2",
     ):
         model.take_folder(place, source, quiet)
     assert not place.path.exists()
@@ -160,9 +163,9 @@ def test_what_is_not_whole_is_not_complete(head, harm):
 
 def test_damage_is_found_by_reading(head):
     manifest = model.read_manifest(head.path)
-    assert model.damaged(head.path, manifest) == []
+    assert model.damaged(head.path, manifest.files) == []
     flip(head.path / "model-1.safetensors", 3 * PIECE)
-    assert model.damaged(head.path, model.read_manifest(head.path)) == ["model-1.safetensors"]
+    assert model.damaged(head.path, manifest.files) == ["model-1.safetensors"]
 
 
 def flip(path, position):
@@ -339,7 +342,7 @@ def test_an_address_that_is_not_the_heads_is_named(head):
 
 def test_no_space_is_said_to_both_before_anything_is_written(head, peer, monkeypatch):
     monkeypatch.setattr(model, "MARGIN", 1 << 60)
-    with serving(head) as (pull_from, result), pytest.raises(ModelError, match="GB free, the weights want"):
+    with serving(head) as (pull_from, result), pytest.raises(ModelError, match=r"GB free for .* expected 1152921504"):
         model_copy.copy(peer, pull_from, 2, quiet)
     assert "GB free" in result[0]
     assert list(peer.partial.iterdir()) == []
@@ -374,8 +377,9 @@ def test_names_that_cannot_be_are_refused(name, revision, repo, complaint):
 
 def wish(root, **changes):
     base = {
-        "state": "current", "root": str(root), "name": "m", "revision": "r1", "source": "", "repo": "", "token": "",
-        "ignore": [], "python": "/nowhere/python", "verify": False, "address": "", "port": 0, "secret": "", "peers": 0,
+        "node": "spark-a", "state": "current", "root": str(root), "name": "m", "revision": "r1", "source": "",
+        "repo": "", "token": "", "ignore": [], "python": "/nowhere/python", "verify": False, "address": "", "port": 0,
+        "secret": "", "peers": 0,
         "streams": 2, "log": str(root / "log" / "model.log"),
     }  # fmt: skip
     return base | changes
@@ -410,11 +414,160 @@ def test_a_folder_in_the_place_of_the_symlink_is_said_before_anything_is_copied(
 def test_verify_finds_damage_and_the_source_mends_it(tmp_path, source):
     root = tmp_path / "root"
     model_task.run(wish(root, state="present", source=str(source)), check=False)
-    flip(root / "m" / "r1" / "model-1.safetensors", 7)
+    folder = root / "m" / "r1"
+    rot(folder / "model-1.safetensors", 7)
     assert model_task.run(wish(root, source=str(source)), check=True)["complete"]
     assert not model_task.run(wish(root, source=str(source), verify=True), check=True)["complete"]
+    kept = (folder / "model-2.safetensors").stat().st_ino
     model_task.run(wish(root, state="present", source=str(source), verify=True), check=False)
-    assert content(root / "m" / "r1") == content(source)
+    assert content(folder) == content(source)
+    assert (folder / "model-2.safetensors").stat().st_ino == kept, "what is right is not copied again"
+
+
+def rot(path, position):
+    """Change a byte as a failing disk does: without a trace in the file's times."""
+    before = path.stat()
+    flip(path, position)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_a_file_that_was_written_to_is_read_again_and_only_that(tmp_path, source, monkeypatch):
+    root = tmp_path / "root"
+    from_source = wish(root, source=str(source))
+    model_task.run(from_source | {"state": "present"}, check=False)
+    model_task.run(from_source, check=False)
+    assert model_task.run(from_source, check=True)["touched"] == 0
+    shard = root / "m" / "r1" / "model-1.safetensors"
+    flip(shard, 7)
+    found = model_task.run(from_source, check=True)
+    assert not found["complete"] and found["touched"] == 1
+
+    flip(shard, 7)
+    read, hash_file = [], model.hash_file
+    monkeypatch.setattr(model, "hash_file", lambda folder, path: read.append(path) or hash_file(folder, path))
+    found = model_task.run(from_source, check=True)
+    assert found["complete"] and found["touched"] == 1 and read == ["model-1.safetensors"], "its bytes are right again"
+    assert not model_task.run(from_source, check=False)["changed"]
+    assert model_task.run(from_source, check=True)["touched"] == 0, "and known to be"
+
+
+def test_weights_of_an_older_release_are_read_once(head):
+    (head.path / model.SEEN).unlink()
+    manifest = model.read_manifest(head.path)
+    assert model.touched(head.path, manifest) == list(manifest.files)
+    model.remember(head.path)
+    assert model.touched(head.path, manifest) == []
+
+
+@pytest.mark.parametrize("ends", ["well", "badly"])
+def test_weights_in_service_are_never_written_to(head, peer, ends):
+    with serving(head, peers=2) as (pull_from, _):
+        model_copy.copy(peer, pull_from, 4, quiet)
+        shard = peer.path / "model-1.safetensors"
+        flip(shard, 3 * PIECE)
+        before = shard.read_bytes()
+        with shard.open("rb") as in_service:
+            if ends == "badly":
+                Cut.left = 0
+                with pytest.raises(ModelError, match="the head went away"):
+                    model_copy.copy(peer, Cut(pull_from.address, pull_from.port, TOKEN), 1, quiet)
+                assert shard.read_bytes() == before, "what is there stays where it is"
+            model_copy.copy(peer, pull_from, 4, quiet)
+            assert in_service.read() == before
+    assert content(peer.path) == content(head.path)
+
+
+def test_a_download_that_fails_leaves_the_weights_in_service(tmp_path, hub):
+    python, answer = hub
+    arguments = wish(tmp_path / "root", state="present", repo="o/r", revision=COMMIT, python=str(python))
+    listing = {"files": {"config.json": [2, ""], "m.safetensors": [1, ""]}, "config": {}, "indexes": {}}
+    answer(listing, {"config.json": "{}", "m.safetensors": "w"})
+    model_task.run(arguments, check=False)
+    place = Place(tmp_path / "root", "m", COMMIT)
+    flip(place.path / "m.safetensors", 0)
+    answer({"error": "ConnectError", "text": "no route"}, {})
+    with pytest.raises(ModelError, match="found no way to the hub"):
+        model_task.run(arguments, check=False)
+    assert (place.path / "config.json").exists()
+
+
+def test_what_the_hub_says_never_shows_the_token(tmp_path, hub):
+    python, answer = hub
+    answer({"error": "Other", "text": "Bearer hf_secret was refused"}, {})
+    arguments = wish(tmp_path / "root", state="present", repo="o/r", revision=COMMIT, python=str(python))
+    with pytest.raises(ModelError) as caught:
+        model_task.run(arguments | {"token": "hf_secret"}, check=False)
+    assert "Bearer <model_token> was refused" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("status", "said"), [(401, "unknown to the hub"), (403, "found it gated"), (429, "rate limit")]
+)
+def test_a_refusal_by_status_has_a_remedy(tmp_path, hub, status, said):
+    python, answer = hub
+    answer({"error": "HfHubHTTPError", "status": status, "text": "because"}, {})
+    arguments = wish(tmp_path / "root", state="present", repo="o/r", revision=COMMIT, python=str(python))
+    with pytest.raises(ModelError, match=said):
+        model_task.run(arguments, check=False)
+
+
+KILLED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import conftest
+from ansible.module_utils.sparkpair import model, model_copy
+from pathlib import Path
+model.PIECE = model_copy.PIECE = int(sys.argv[4])
+model.MARGIN = 0
+place = model.Place(Path(sys.argv[3]), "m", "r1")
+source = model_copy.Source("127.0.0.1", int(sys.argv[2]), sys.argv[5])
+print("ready", flush=True)
+sys.stdin.readline()
+with model.hold(place):
+    model_copy.copy(place, source, 2, lambda line: None)
+    model.switch(place)
+"""
+
+
+def test_a_copy_that_is_killed_at_any_point_is_repaired_by_the_next(head, peer):
+    """SIGKILL at 24 random points of copy and switch, a third of them while damage is mended."""
+    rng, places = random.Random(20261130), [Place(peer.root / str(n), "m", "r1") for n in range(24)]
+
+    def start(place, port):
+        child = subprocess.Popen(
+            [sys.executable, "-c", KILLED, str(Path(__file__).parent), str(port), str(place.root), str(PIECE), TOKEN],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert child.stdout.readline() == b"ready\n"
+        return child
+
+    unfinished = 0
+    with serving(head, peers=1000) as (pull_from, _):
+        with start(Place(peer.root / "whole", "m", "r1"), pull_from.port) as child:
+            ready = time.monotonic()
+            child.communicate(b"go\n", timeout=30)
+        whole = time.monotonic() - ready
+        assert child.returncode == 0
+        for number, place in enumerate(places):
+            if number % 3 == 0:
+                model_copy.copy(place, pull_from, 2, quiet)
+                flip(place.path / "model-1.safetensors", PIECE * (number % 5))
+            before = content(place.path)
+            with start(place, pull_from.port) as child:
+                child.stdin.write(b"go\n")
+                child.stdin.flush()
+                threading.Event().wait(rng.uniform(0, whole))
+                child.kill()
+            unfinished += child.returncode != 0
+            assert content(place.path) in ({}, before, content(head.path)), "never half of it"
+            manifest = model.read_manifest(place.path)
+            assert manifest is None or {f.path for f in manifest.files} == set(content(place.path))
+            assert not place.link.is_symlink() or (place.link / "config.json").exists()
+            model_copy.copy(place, pull_from, 2, quiet)
+            model.switch(place)
+            assert content(place.link) == content(head.path)
+    assert unfinished >= 12, "most were killed on the way"
 
 
 def test_weights_from_nowhere_are_refused(tmp_path):
@@ -430,7 +583,9 @@ assert "hf_secret" not in " ".join(sys.argv)
 pathlib.Path({answers!r} + ".token").write_text(os.environ.get("HF_TOKEN", "none"))
 if "snapshot_download" in sys.argv[3]:
     for name, text in answer["content"].items():
-        (pathlib.Path(wish["folder"]) / name).write_text(text)
+        path = pathlib.Path(wish["folder"]) / name
+        path.unlink(missing_ok=True)
+        path.write_text(text)
     print(json.dumps({{"done": True}}))
 else:
     print("noise")
@@ -454,13 +609,14 @@ def hub(tmp_path):
 def test_a_download_is_compared_with_what_the_hub_lists(tmp_path, hub):
     python, answer = hub
     weights = hashlib.sha256(b"w").hexdigest()
-    listing = {"files": {"config.json": [2, ""], "m.safetensors": [1, weights]}}
+    files = {"config.json": [2, ""], "m.safetensors": [1, weights]}
+    listing = {"files": files, "config": {}, "indexes": {}}
     arguments = wish(
         tmp_path / "root", state="present", repo="o/r", revision=COMMIT, python=str(python), token="hf_secret"
     )
 
     answer(listing, {"config.json": "{}", "m.safetensors": "x"})
-    with pytest.raises(ModelError, match=r"m\.safetensors of o/r is not what the hub lists"):
+    with pytest.raises(ModelError, match=r"1 file\(s\) other than the hub lists, first m\.safetensors"):
         model_task.run(arguments, check=False)
     place = Place(tmp_path / "root", "m", COMMIT)
     assert not place.path.exists()
@@ -493,8 +649,8 @@ def test_the_scripts_for_the_hub_are_python():
 
 def test_a_repository_without_a_model_is_refused_before_the_download(tmp_path, hub):
     python, answer = hub
-    answer({"files": {"README.md": [1, ""]}}, {})
-    with pytest.raises(ModelError, match="has no config"):
+    answer({"files": {"README.md": [1, ""]}, "config": {}, "indexes": {}}, {})
+    with pytest.raises(ModelError, match=r"no config\.json in o/r"):
         model_task.run(
             wish(tmp_path / "root", state="present", repo="o/r", revision=COMMIT, python=str(python)), check=False
         )

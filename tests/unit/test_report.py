@@ -7,8 +7,9 @@ import copy
 import pytest
 from ansible.module_utils.sparkpair.report import Wish, faults_of, table
 
-WANT = {"DSPARK_MAX_INFLIGHT_PREFILLS": "2"}
-WISH = Wish(WANT, patched=True, play="ansible-playbook -i inventory/mine", api="127.0.0.1:8000")
+WANT = {"DSPARK_MAX_INFLIGHT_PREFILLS": "2", "DSPARK_PREFILL_POLICY": "fair"}
+ENGINE = {"long-prefill-token-threshold": 512, "max-num-batched-tokens": "4096", "dtype": "float32"}
+WISH = Wish(WANT, patched=True, play="ansible-playbook -i inventory/mine", api="127.0.0.1:8000", engine=ENGINE)
 
 
 def node(rank):
@@ -19,7 +20,7 @@ def node(rank):
             "unit": {"LoadState": "loaded", "ActiveState": "active", "SubState": "running", "UnitFileState": "enabled",
                      "NRestarts": "0"},
             "processes": [{"pid": 7, "name": "vllm", "env": dict(WANT)}],
-            "scheduler": {"cap": 2, "policy": "strict"} if rank == 0 else None,
+            "scheduler": {"cap": 2, "policy": "fair", "threshold": 512, "budget": 4096} if rank == 0 else None,
             "system": "ubuntu 24.04 7.5.0 6.17", "packages": {"libnccl2": "2.28.9-1"}, "vllm": "0.33.0",
             "agent": {"serving": True, "text": "generation 1: serving"}, "closed_ports": [25000, 25001],
             "listeners": ["127.0.0.1:8000", "192.168.176.1:25001", ":::25000"],
@@ -69,7 +70,11 @@ def change(pair, name, path, value):
         ("spark-b", "hotfix/found/status", "original", "scheduler original"),
         ("spark-a", "rank_info/scheduler", None, "did not log its cap"),
         ("spark-a", "rank_info/scheduler/cap", 1, "cap 1"),
+        ("spark-a", "rank_info/scheduler/policy", "strict", "policy strict"),
+        ("spark-a", "rank_info/scheduler/threshold", 0, "threshold 0 in the running scheduler, expected 512"),
+        ("spark-a", "rank_info/scheduler/budget", 2048, "budget 2048"),
         ("spark-a", "completion", {"failed": True, "msg": "no answer within 5 s"}, "no answer"),
+        ("spark-b", "completion", {"failed": True, "msg": "/metrics from here: HTTP 200"}, "/metrics from here"),
     ],
 )
 def test_what_is_not_proven_is_named(pair, name, path, value, words):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ansible.module_utils.sparkpair import memory
 from ansible.module_utils.sparkpair.resolve import read_plan
 from conftest import ROOT
 from sparkpair_rank import core
@@ -146,6 +147,7 @@ def render(rank: int, tmp_path: Path, **settings: object) -> dict[str, str]:
         },
         "fabric_topology": "pair",
         "ansible_python_interpreter": sys.executable,
+        "role_path": str(ROOT / "roles/serve"),
     }
     (tmp_path / "hosts.yml").write_text(
         yaml.safe_dump({"sparks": {"hosts": {"spark-a": {}, "spark-b": {}}, "vars": read}})
@@ -178,6 +180,7 @@ def test_both_ranks_render_with_the_cap_and_their_own_addresses(tmp_path):
         assert agent["rails"] == [rail["addresses_by_rank"] for rail in RAILS]
         assert agent["fatal"][1] == "/sys/class/net/enP2p1s0f0np0/device/aer_dev_fatal"
         core.Limits(**agent["limits"])
+        assert "fatal-aer" in [entry["id"] for entry in agent["known_bad"]]
         assert yaml.safe_load(made["engine.yaml"])["master-addr"] == "192.168.176.1"
     same = [(tmp_path / str(rank) / "engine.yaml").read_text() for rank in (0, 1)]
     assert same[0] == same[1]
@@ -189,13 +192,24 @@ def test_ranks_of_a_ring_meet_at_the_heads_management_address(tmp_path):
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed here")
-def test_the_unit_is_hardened(tmp_path):
-    """At most 3.0 on systemd's scale; the unit says what is left open and why."""
-    unit = tmp_path / "sparkpair-rank.service"
-    unit.write_text(render(0, tmp_path)["sparkpair-rank.service"])
-    command = ["systemd-analyze", "security", "--offline=true", "--threshold=30", "--no-pager", str(unit)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_the_units_are_hardened(tmp_path):
+    """At most 3.0 on systemd's scale; each unit says what is left open and why."""
+    units = {"sparkpair-rank.service": render(0, tmp_path)["sparkpair-rank.service"]}
+    units |= {Path(name).name: text for name, text in memory.page_cache_units("root").items() if ".d/" not in name}
+    for name, text in units.items():
+        (tmp_path / name).write_text(text)
+    services = [str(tmp_path / name) for name in units if name.endswith(".service")]
+    for command in (
+        ["systemd-analyze", "security", "--offline=true", "--threshold=30", "--no-pager", *services],
+        ["systemd-analyze", "verify", "--man=no", str(tmp_path / "sparkpair-page-cache.socket")],
+    ):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0 and len(services) == 2, done.stdout + done.stderr
+
+
+def test_tasks_with_secrets_show_nothing():
+    tasks = load(ROOT / "roles/serve/tasks/secrets.yml")
+    assert len(tasks) >= 5 and all(task.get("no_log") is True for task in tasks)
 
 
 def test_no_variable_of_the_service_is_empty(tmp_path):
