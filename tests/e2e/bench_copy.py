@@ -1,7 +1,7 @@
 """`make bench-copy`: 2 GiB of weights between two nodes, against what the network and the disk give in the same run.
 
 Prints megabytes a second and each one's share of the lower of the two; plain rsync over SSH, one stream, stands beside
-it. KEEP_LAB=1 uses the lab that runs.
+it. All of them take CPU, so a busy machine measures itself. KEEP_LAB=1 uses the lab that runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from fabric_lab import root
 
 TARGET = 0.8
 STREAMS = yaml.safe_load((ROOT / "roles/model/defaults/main.yml").read_text())["model_streams"]
-HEAD = "192.168.176.1"
+HEAD, PEER = "192.168.176.1", "192.168.176.2"
+ROUNDS = 3
+"""The best of each counts: other work on the machine only ever makes one slower."""
 MODEL = {"model_name": "bench", "model_source": "/srv/bench-model", "model_revision": "random"}
 
 MAKE = """
@@ -80,19 +82,29 @@ def rails(fresh_lab):
 
 
 def test_the_copy_uses_what_network_and_disk_give(rails):
-    root("spark-b", "systemd-run -q --unit=bench-iperf3 iperf3 -s -1")
-    told = root("spark-a", f"sleep 1; iperf3 -J -P {STREAMS} -t 5 -c 192.168.176.2")
-    speeds = {f"network (iperf3, {STREAMS} streams)": json.loads(told)["end"]["sum_received"]["bits_per_second"] / 8e6}
-    speeds["disk (2 GiB written, synced)"] = float(root("spark-b", DISK))
-    bound = min(speeds.values())
     play("playbooks/model.yml", "-e", json.dumps(MODEL))
-    (said,) = re.findall(
-        r"copied 2.15 of 2.15 GB, 0.00 GB of it were there, (\d+) MB/s",
-        root("spark-b", "cat /var/log/sparkpair/model.log"),
+    network, disk, rsync = (
+        f"network (iperf3, {STREAMS} streams)",
+        "disk (2 GiB written, synced)",
+        "rsync over SSH, one stream",
     )
-    speeds["the copy"] = float(said)
-    speeds["rsync over SSH, one stream"] = float(root("spark-b", RSYNC))
+    best = dict.fromkeys((network, disk, "the copy", rsync), 0.0)
+
+    def note(what: str, speed: float) -> None:
+        best[what] = max(best[what], speed)
+
+    for _ in range(ROUNDS):
+        root("spark-b", "rm -r /var/lib/sparkpair/models/bench; systemd-run -q --unit=bench-iperf3 iperf3 -s -1")
+        told = json.loads(root("spark-a", f"sync; sleep 1; iperf3 -J -P {STREAMS} -t 3 -c {PEER}"))
+        note(network, told["end"]["sum_received"]["bits_per_second"] / 8e6)
+        note(disk, float(root("spark-b", DISK)))
+        play("playbooks/model.yml", "-e", json.dumps(MODEL))
+        log = root("spark-b", "cat /var/log/sparkpair/model.log")
+        (said,) = re.findall(r"copied 2.15 of 2.15 GB, 0.00 GB of it were there, (\d+) MB/s", log)
+        note("the copy", float(said))
+        note(rsync, float(root("spark-b", RSYNC)))
+    bound = min(best[network], best[disk])
     print()
-    for what, speed in speeds.items():
+    for what, speed in best.items():
         print(f"{what:30} {speed:7.0f} MB/s  {speed / bound:4.0%} of the lower of network and disk")
-    assert speeds["the copy"] >= TARGET * bound
+    assert best["the copy"] >= TARGET * bound
