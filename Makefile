@@ -95,11 +95,11 @@ molecule: tools  ## each role and the whole site on the lab's nodes
 
 .PHONY: e2e
 e2e: tools  ## the demo, twice, with reboots and bad input, then faults, the fabric and the gate
-	@$(RUN) pytest tests/e2e/test_demo.py tests/e2e/test_model.py tests/e2e/test_chaos.py; pytest tests/e2e/test_fabric_*.py; pytest tests/e2e/test_accept.py
+	@$(RUN) pytest tests/e2e/test_locks.py; pytest tests/e2e/test_demo.py tests/e2e/test_environment.py tests/e2e/test_model.py tests/e2e/test_chaos.py; pytest tests/e2e/test_fabric_*.py; pytest tests/e2e/test_accept.py
 
 .PHONY: chaos
 chaos: tools  ## every fault on the lab's pair, with a table of times (half an hour)
-	@$(RUN) CHAOS=full pytest -s tests/e2e/test_chaos.py tests/e2e/test_resolve.py
+	@$(RUN) CHAOS=full pytest -s tests/e2e/test_environment.py tests/e2e/test_chaos.py tests/e2e/test_resolve.py
 
 .PHONY: bench-copy
 bench-copy: tools  ## 2 GiB of weights between two nodes, against iperf3, the disk and rsync

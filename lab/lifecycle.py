@@ -38,9 +38,9 @@ class Record:
     model: str
 
     def binds(self, node: Node) -> list[tuple[Path, str]]:
-        """Folders that `node` sees read-only. The model is on the head alone: it has to be copied over the fabric."""
-        binds = [(Path(self.state) / "apt", "/srv/apt"), (Path(self.wheelhouse), "/srv/wheelhouse")]
-        return binds + ([(Path(self.model), "/srv/model")] if node.index == 0 else [])
+        """Folders that `node` sees read-only. Wheels and model are on the head alone: they have to be copied."""
+        on_head = [(Path(self.wheelhouse), "/srv/wheelhouse"), (Path(self.model), "/srv/model")]
+        return [(Path(self.state) / "apt", "/srv/apt"), *(on_head if node.index == 0 else [])]
 
 
 def read_record(settings: Settings) -> Record | None:

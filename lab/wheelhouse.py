@@ -17,7 +17,6 @@ import io
 import shutil
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,6 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from module_utils.sparkpair import wheel_download  # noqa: E402
 from module_utils.sparkpair.env_lock import Lock, Requirement, parse_lock, parse_requirements  # noqa: E402
 
 LOCK = ROOT / "locks" / "0.32.0-x86_64-cpu.txt"
@@ -34,16 +34,8 @@ UV_LOCK = ROOT / "locks" / "uv.txt"
 LOCK_FILE = "LOCK"
 """File in the wheelhouse that names the lock whose wheels it holds."""
 SHIM = "vllm"
-RETRIES = 2
-"""Further attempts at a download that broke off; pip keeps the wheels that are complete."""
-
-
-class WheelhouseError(Exception):
-    """The wheelhouse cannot be completed; the text says why and what to do."""
-
-
-class NotOnIndexError(WheelhouseError):
-    """The index answers, but does not have a wheel."""
+WheelhouseError = wheel_download.WheelError
+NotOnIndexError = wheel_download.NotOnIndexError
 
 
 def build(cache_dir: Path) -> Path:
@@ -107,33 +99,9 @@ def fill(lock_file: Path, folder: Path) -> Path:
 
 def download(requirements: list[Requirement], lock: Lock, folder: Path) -> None:
     """Download one wheel for each requirement into ``folder``, for the lock's Python and platform."""
-    listing = folder / "requirements.txt"
-    listing.write_text("".join(f"{r.line()}\n" for r in requirements), encoding="ascii")
-    command = [
-        pip_python(), "-m", "pip", "download", "--no-deps", "--require-hashes", "--only-binary=:all:",
-        "--progress-bar=off", "--disable-pip-version-check", "--no-input", "--implementation=cp",
-        f"--python-version={lock.python}", *(f"--platform={tag}" for tag in platform_tags(lock)),
-        f"--dest={folder}", f"--requirement={listing}",
-    ]  # fmt: skip
-    for attempt in range(RETRIES + 1):
-        lines: list[str] = []
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
-            assert pip.stdout is not None
-            begun, told, seen = time.monotonic(), time.monotonic(), 0
-            for line in pip.stdout:
-                lines.append(line.rstrip())
-                seen += line.startswith("Collecting ")
-                if time.monotonic() - told > 3:
-                    told = time.monotonic()
-                    say(f"wheelhouse: {seen}/{len(requirements)} wheels after {told - begun:.0f} s")
-        if pip.returncode == 0:
-            listing.unlink()
-            return
-        if any("No matching distribution found" in line for line in lines):
-            raise NotOnIndexError(f"not on the index that pip uses: {lines[-1]}")
-        say(f"wheelhouse: the download broke off (attempt {attempt + 1} of {RETRIES + 1})")
-    reasons = "\n".join(line for line in lines if line.startswith("ERROR")) or "\n".join(lines[-5:])
-    raise WheelhouseError(f"pip could not download the wheels of the lab; mend this and run again:\n{reasons}")
+    wheel_download.download(
+        [pip_python(), "-m", "pip"], requirements, lock, folder, lambda line: say(f"wheelhouse: {line}")
+    )
 
 
 def check(requirements: Iterable[Requirement], folder: Path) -> None:
@@ -143,23 +111,13 @@ def check(requirements: Iterable[Requirement], folder: Path) -> None:
         WheelhouseError: a wheel is missing, damaged or not in the lock; a damaged file is removed, so that
             the next run downloads it again.
     """
-    missing = {digest: r for r in requirements for digest in r.hashes}
-    for wheel in sorted(folder.glob("*.whl")):
-        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
-        if digest not in missing:
-            wheel.unlink()
-            raise WheelhouseError(f"{wheel.name} is no locked wheel (sha256 {digest}): removed, run again")
-        found = missing[digest]
-        missing = {d: r for d, r in missing.items() if r != found}
-    if missing:
-        raise WheelhouseError(f"still missing: {', '.join(sorted({r.name for r in missing.values()}))}")
-
-
-def platform_tags(lock: Lock) -> list[str]:
-    """Return the wheel platform tags that a machine of the lock's kind can run, for pip's ``--platform``."""
-    machine, (major, minor) = lock.machine, lock.glibc
-    modern = [f"manylinux_{major}_{n}_{machine}" for n in range(minor, 4, -1)]
-    return [*modern, *(f"manylinux{y}_{machine}" for y in ("2014", "2010", "1")), f"linux_{machine}"]
+    hashes = {wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in sorted(folder.glob("*.whl"))}
+    wanted = list(requirements)
+    for name in wheel_download.strangers(wanted, hashes):
+        (folder / name).unlink()
+        raise WheelhouseError(f"{name} is no locked wheel (sha256 {hashes[name]}): removed, run again")
+    if missing := wheel_download.lacking(wanted, hashes):
+        raise WheelhouseError(f"still missing: {', '.join(sorted(r.name for r in missing))}")
 
 
 def pip_python() -> str:

@@ -16,6 +16,7 @@ options:
   want: {description: Variables that every process of the pair must have, type: dict, default: {}}
   engine: {description: Options of vllm serve that were asked for, type: dict, default: {}}
   patched: {description: Whether the hotfix must be in force, type: bool, default: true}
+  older: {description: Whether an earlier hotfix will do, type: bool, default: false}
   api: {description: "Where the head's API may listen, as address:port", type: str, default: ""}
   play: {description: "How playbooks are run, for the sentences", type: str, default: ansible-playbook}
   strict: {description: Fail when anything is not proven, type: bool, default: true}
@@ -54,6 +55,7 @@ def main() -> None:
             "want": {"type": "dict", "default": {}},
             "engine": {"type": "dict", "default": {}},
             "patched": {"type": "bool", "default": True},
+            "older": {"type": "bool", "default": False},
             "api": {"type": "str", "default": ""},
             "play": {"type": "str", "default": "ansible-playbook"},
             "strict": {"type": "bool", "default": True},
@@ -63,7 +65,8 @@ def main() -> None:
     )
     p = module.params
     nodes = {name: {part: found[rank] for part, found in p["results"].items()} for rank, name in enumerate(p["nodes"])}
-    wish = Wish({name: str(value) for name, value in p["want"].items()}, p["patched"], p["play"], p["api"], p["engine"])
+    want = {name: str(value) for name, value in p["want"].items()}
+    wish = Wish(want, p["patched"], p["play"], p["api"], p["engine"], p["older"])
     faults = faults_of(nodes, wish)
     shown = table(nodes, faults, module.check_mode)
     if p["dest"] and not module.check_mode:

@@ -12,6 +12,7 @@ description:
 options:
   root: {description: Folder of the environments, type: path, default: /opt/sparkpair}
   model: {description: The symlink to the model in use, type: path, default: /var/lib/sparkpair/models/current}
+  nccl: {description: The NCCL that serves; empty for the wheel's, type: str, default: ""}
   prefixes:
     description: Beginnings of the variables of processes that are reported.
     type: list
@@ -47,7 +48,8 @@ packages: {description: Name to version of the O(packages) that are installed, t
 system: {description: "Operating system, DGX release and kernel", type: str, returned: success}
 vllm: {description: Version of the vLLM in use, type: str, returned: success}
 hotfix: {description: Status of the scheduler on disk as M(vllm_hotfix) tells it, type: str, returned: success}
-digests: {description: "env, scheduler and model on disk", type: dict, returned: success}
+digests: {description: "What is on disk: env, packages, scheduler, model and others", type: dict, returned: success}
+serves: {description: The environment and the scheduler in it by one name, type: str, returned: success}
 """
 
 from pathlib import Path
@@ -61,6 +63,7 @@ def main() -> None:
         argument_spec={
             "root": {"type": "path", "default": "/opt/sparkpair"},
             "model": {"type": "path", "default": "/var/lib/sparkpair/models/current"},
+            "nccl": {"type": "str", "default": ""},
             "prefixes": {"type": "list", "elements": "str", "default": ["DSPARK_", "SPARKPAIR_"]},
             "packages": {"type": "list", "elements": "str", "default": ["cuda-toolkit-13-0", "libnccl2"]},
         },
@@ -81,6 +84,7 @@ def main() -> None:
     if unit.get("InvocationID"):
         query = ["journalctl", "-q", "--no-pager", "-o", "cat", f"_SYSTEMD_INVOCATION_ID={unit['InvocationID']}"]
         log = module.run_command([*query, "--grep", r"\[issue27-hotfix\]"])[1].splitlines()
+    on_disk = digests.read_digests(Path(p["root"]), Path(p["model"]), p["nccl"])
     # dpkg-query exits 1 when a package is unknown and still shows the others.
     listed = module.run_command(["dpkg-query", "-W", "-f", "${Package} ${Version}\n", *p["packages"]])[1]
     # Without our table nft says so on standard error, and no port is closed.
@@ -97,7 +101,8 @@ def main() -> None:
         vllm=rank.read_vllm_version(Path(p["root"])),
         scheduler=hotfix_log.built(log),
         hotfix=hotfix.read_status(Path(p["root"]) / "current"),
-        digests=digests.read_digests(Path(p["root"]), Path(p["model"])),
+        digests=on_disk,
+        serves=digests.serves(on_disk),
     )
 
 

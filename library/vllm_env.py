@@ -9,14 +9,23 @@ short_description: Install the vLLM environment that a hash lock describes
 description:
   - Builds C(root/envs/<digest>) from a hash lock with uv, proves it by importing vLLM, points C(root/current) at it.
   - What is running is not touched until the new environment is complete; an interrupted installation is started over.
+  - C(wheels) puts the wheels of the lock on the head; C(shared) serves them on one address until all peers have them;
+    C(copied) pulls them from there; C(current) installs them.
 options:
+  state: {description: What to do, type: str, default: current, choices: [current, wheels, shared, copied]}
   lock: {description: Text of the lock, type: str, required: true}
   uv_lock: {description: Text of the installer's pin, type: str, required: true}
   root: {description: Folder of all environments, type: path, default: /opt/sparkpair}
   python: {description: Interpreter of the environments, type: path, default: /usr/bin/python3}
-  wheelhouse: {description: Folder on the node with all wheels; empty for the index, type: str, default: ""}
+  wheelhouse: {description: Folder on the head with all wheels; empty for the index, type: str, default: ""}
+  keep: {description: Earlier environments that stay, type: int, default: 2}
   log: {description: Log of the installation, type: path, default: /var/log/sparkpair/vllm_env.log}
   rebuild: {description: Build a complete environment anew too from new downloads, type: bool, default: false}
+  address: {description: Address of the head on the fabric, type: str, default: ""}
+  port: {description: Port for the copy of the wheels, type: int, default: 25003}
+  secret: {description: Token of this run's copy, type: str, default: ""}
+  peers: {description: Nodes that will copy, type: int, default: 0}
+  streams: {description: Pieces in flight at once, type: int, default: 8}
 attributes:
   check_mode: {support: full}
   diff_mode: {support: full}
@@ -34,61 +43,45 @@ digest: {description: Name of the environment, type: str, returned: always, samp
 path: {description: Folder of the environment, type: str, returned: always}
 python: {description: Its interpreter, type: str, returned: always}
 vllm_version: {description: Version of vLLM in it, type: str, returned: always}
-manifest: {description: What the environment proved at installation; empty before, type: dict, returned: always}
+stale: {description: Whether anything was to be done, type: bool, returned: current}
+complete: {description: Whether the environment was complete and as installed before, type: bool, returned: current}
+manifest: {description: What the environment proved at installation; empty before, type: dict, returned: current}
 """
 
-from pathlib import Path
-
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.sparkpair import env
-from ansible.module_utils.sparkpair.env_lock import LockError, parse_lock, parse_requirements
+from ansible.module_utils.sparkpair import env_task
+from ansible.module_utils.sparkpair.env import EnvError
+from ansible.module_utils.sparkpair.env_lock import LockError
+from ansible.module_utils.sparkpair.model import ModelError
+from ansible.module_utils.sparkpair.wheel_download import WheelError
 
 
 def main() -> None:
     """Run the module."""
     module = AnsibleModule(
         argument_spec={
+            "state": {"type": "str", "default": "current", "choices": ["current", "wheels", "shared", "copied"]},
             "lock": {"type": "str", "required": True},
             "uv_lock": {"type": "str", "required": True},
             "root": {"type": "path", "default": "/opt/sparkpair"},
             "python": {"type": "path", "default": "/usr/bin/python3"},
             "wheelhouse": {"type": "str", "default": ""},
+            "keep": {"type": "int", "default": 2},
             "log": {"type": "path", "default": "/var/log/sparkpair/vllm_env.log"},
             "rebuild": {"type": "bool", "default": False},
+            "address": {"type": "str", "default": ""},
+            "port": {"type": "int", "default": 25003},
+            "secret": {"type": "str", "default": "", "no_log": True},
+            "peers": {"type": "int", "default": 0},
+            "streams": {"type": "int", "default": 8},
         },
         supports_check_mode=True,
     )
-    wish = module.params
     try:
-        plan = env.Plan(
-            root=Path(wish["root"]),
-            lock=parse_lock(wish["lock"]),
-            lock_text=wish["lock"],
-            uv=parse_requirements(wish["uv_lock"])[0],
-            python=env.inspect_python(wish["python"]),
-            wheelhouse=Path(wish["wheelhouse"]) if wish["wheelhouse"] else None,
-            log=Path(wish["log"]),
-        )
-        env.require_fit(plan.lock, plan.python)
-        before = env.current_name(plan.root)
-        manifest, damage = env.judge(plan.path)
-        if damage:
-            module.warn(f"vllm_env: {plan.path} is damaged and built anew: {damage}")
-        changed = not manifest or before != plan.digest or wish["rebuild"]
-        if changed and not module.check_mode:
-            manifest = env.install(plan, wish["rebuild"])
-            env.switch(plan)
-    except (env.EnvError, LockError, OSError) as error:
+        result = env_task.run(module.params, module.check_mode, module.warn)
+    except (EnvError, LockError, WheelError, ModelError, OSError) as error:
         module.fail_json(msg=f"vllm_env: {error}")
-    module.exit_json(
-        changed=changed,
-        digest=plan.digest,
-        path=str(plan.path),
-        python=str(plan.path / "bin" / "python"),
-        vllm_version=plan.lock.version_of("vllm"),
-        manifest=manifest or {},
-        diff={"before": f"{before}{', ' + damage if damage else ''}\n", "after": f"{plan.digest}\n"},
-    )
+    module.exit_json(**result)
 
 
 if __name__ == "__main__":

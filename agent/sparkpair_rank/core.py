@@ -25,6 +25,10 @@ WAITING, STARTING, LOADING, WARMING, SERVING, DRAINING, FAILED = (
     "failed",
 )
 ALIVE = (STARTING, LOADING, WARMING, SERVING, DRAINING)
+UNFIT, PACKAGES = "unfit", "packages"
+"""Entries among the digests that are text: why a node must not start, and "name version, name version, …"."""
+NAMED = 3
+"""Packages that are named where nodes differ."""
 
 
 @dataclass(frozen=True)
@@ -231,6 +235,21 @@ class Leave:
 Action = Spawn | Kill | Probe | Refuse | ReadMetrics | Ready | Log | Leave
 
 
+def name_difference(theirs: Mapping[str, str], own: Mapping[str, str], head: str) -> str:
+    """The first difference of what two nodes would serve, by name; empty when there is none. Packages come first."""
+    for key in sorted({*theirs, *own}, key=lambda key: (key != PACKAGES, key)):
+        there, here = theirs.get(key, "none"), own.get(key, "none")
+        if there != here and key == PACKAGES:
+            only = [
+                sorted(set(one.split(", ")) - set(other.split(", "))) for one, other in ((there, here), (here, there))
+            ]
+            there, here = (", ".join(names[:NAMED]) + (", …" if names[NAMED:] else "") or "none" for names in only)
+            return f"packages differ: {there} there, {here} on {head}"
+        if there != here:
+            return f"{key} digest differs: {there} there, {here} on {head}"
+    return ""
+
+
 @dataclass
 class Member:
     """What the leader knows of one other rank."""
@@ -314,7 +333,7 @@ class Agent:
             "generation": self.own.generation,
             "local": self.own.phase,
             "hold": self.own.hold,
-            "digests": dict(self.own.digests),
+            "digests": {key: value for key, value in self.own.digests.items() if key != PACKAGES},
             "cause": self.crashes[-1].cause.text if self.crashes else (self.own.cause.text if self.own.cause else ""),
             "first_cause": self.crashes[0].cause.text if self.crashes else "",
             "crashes": len(self.crashes),
@@ -602,15 +621,15 @@ class Agent:
         if not self._all_stopped(now):
             slow = [self.names[s.rank] for s in self._statuses() if s.phase != STOPPED] or self.names[1:]
             return f"waiting for {slow[0]}: to end its processes"
-        if not self.own.digests:
-            return "reading what would be served"
+        for status in self._statuses():
+            if not status.digests:
+                return f"reading what {self.names[status.rank]} would serve"
+            if unfit := status.digests.get(UNFIT):
+                return f"not started, {self.names[status.rank]}: {unfit}"
         for member in self.members.values():
             assert member.status is not None
-            theirs, name = member.status.digests, self.names[member.status.rank]
-            for key in sorted({*theirs, *self.own.digests}):
-                mine, other = self.own.digests.get(key, "none"), theirs.get(key, "none")
-                if mine != other:
-                    return f"waiting for {name}: {key} digest differs: {other} there, {mine} on {self.names[0]}"
+            if differs := name_difference(member.status.digests, self.own.digests, self.names[0]):
+                return f"waiting for {self.names[member.status.rank]}: {differs}"
         if now < self.not_before:
             return f"starting again in {self.not_before - now:.0f} s"
         return ""

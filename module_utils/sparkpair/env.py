@@ -2,10 +2,11 @@
 
 Layout under ``root`` (one file system, so that uv can hard-link from its cache and a rename is atomic)::
 
-    envs/<digest>/              complete or built anew; holds sparkpair-env.json
+    envs/<digest>/              complete or built anew; holds sparkpair-env.json and the list of its files
     envs/.partial-<digest>/     being built, or left by an installation that died: the next one starts over
     current -> envs/<digest>    what the units start
-    cache/  uv/<version>/uv     downloads, unpacked once; the pinned installer
+    wheels/<digest>/            what it is built from (see wheels.py)
+    cache/  uv/<version>/uv     wheels unpacked, while an installation runs; the pinned installer
 
 The environment is built under its partial name and renamed, rather than built in place and marked as
 complete: whoever looks at ``envs/<digest>`` sees all of it or nothing, and there is no marker to forget.
@@ -23,9 +24,9 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import shutil
 import subprocess
+import threading
 import time
 import zipfile
 from collections.abc import Iterator
@@ -34,15 +35,25 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.sparkpair.env_lock import Lock, Requirement, env_digest
-
-MANIFEST = "sparkpair-env.json"
-
-_LATER = re.compile(re.escape(MANIFEST) + r"|dspark_prefill\.py|scheduler\.py\.[0-9a-f]+\.orig|hotfix-proof-.*\.json")
-"""Names of files that come after the installation: the manifest, the hotfix's module, backup and proofs."""
+from ansible.module_utils.sparkpair.environment import MANIFEST, find_damage, record
+from ansible.module_utils.sparkpair.files import replace_folder
+from ansible.module_utils.sparkpair.model import Place
+from ansible.module_utils.sparkpair.wheels import place_of
 
 SPACE_FACTOR = 5
-"""Bytes wanted on disk per byte to download. Measured with the CPU lock: 0.44 GB of wheels are 1.9 GB
+"""Bytes wanted on disk per byte of wheels. Measured with the CPU lock: 0.44 GB of wheels are 1.9 GB
 installed and compiled (the cache is hard-linked); the rest is the wheel that is being unpacked."""
+
+BEAT = 5.0
+"""Seconds between lines of progress."""
+
+NETWORK = ("nfs", "cifs", "smb", "9p", "ceph", "lustre", "beegfs", "gluster", "fuse.sshfs", "fuse.gluster")
+"""Beginnings of the types of file systems that several nodes share."""
+
+REMEDY = "run playbooks/vllm_env.yml -e vllm_env_rebuild=true for all nodes"
+
+RELEASES = Path("/var/lib/sparkpair/releases")
+"""Where the serve stage keeps what belongs to each environment that was in service, one file for each."""
 
 LOCK_WAIT = 900.0
 """Seconds to wait for another installation on this node."""
@@ -93,7 +104,6 @@ class Plan:
     lock_text: str
     uv: Requirement
     python: Python
-    wheelhouse: Path | None
     log: Path
 
     @property
@@ -106,6 +116,16 @@ class Plan:
     def path(self) -> Path:
         """Return the folder of the environment."""
         return self.root / "envs" / self.digest
+
+    @property
+    def wanted(self) -> tuple[Requirement, ...]:
+        """Return every distribution that the installation takes, the installer among them."""
+        return (*self.lock.requirements, self.uv)
+
+    @property
+    def wheels(self) -> Place:
+        """Return where its wheels belong."""
+        return place_of(self.root, self.digest)
 
     @property
     def partial(self) -> Path:
@@ -144,6 +164,20 @@ def require_fit(lock: Lock, python: Python) -> None:
         raise EnvError(f"the lock is for {wanted}, this node has {found}; set vllm_env_lock or vllm_env_python")
 
 
+def require_local(path: Path, mounts: str) -> None:
+    """Check that a folder is on a disk of this node; ``mounts`` is the text of /proc/mounts.
+
+    Raises:
+        EnvError: it is on a network's file system. Ranks that share compiled kernels break each other (public reports).
+    """
+    resolved = path.resolve()
+    found = [line.split()[1:3] for line in mounts.splitlines() if len(line.split()) > 2]
+    above = [(len(point), kind) for point, kind in found if resolved.is_relative_to(point)]
+    kind = max(above, default=(0, ""))[1]
+    if kind.startswith(NETWORK):
+        raise EnvError(f"found {path} on {kind}, expected a disk of this node: mount one there")
+
+
 def read_manifest(env: Path) -> dict[str, Any] | None:
     """Return the manifest of a complete environment, None for anything else."""
     return judge(env)[0]
@@ -161,22 +195,8 @@ def judge(env: Path) -> tuple[dict[str, Any] | None, str]:
         return None, f"{MANIFEST} is not that of {env.name}"
     if not os.access(env / "bin/python", os.X_OK):
         return None, "bin/python is no program"
-    if (found := count_files(env)) != manifest.get("files"):
-        return None, f"found {found} files, expected the {manifest.get('files')} that were installed"
-    return manifest, ""
-
-
-def count_files(env: Path) -> int:
-    """Return the number of installed files: without bytecode, the manifest and what the hotfix adds.
-
-    A third of a second for the 33,000 files of the CPU environment, from a cold cache.
-    """
-    count = 0
-    for _, folders, names in os.walk(env):
-        if "__pycache__" in folders:
-            folders.remove("__pycache__")
-        count += sum(not _LATER.fullmatch(name) for name in names)
-    return count
+    damage = find_damage(env)
+    return (None, damage) if damage else (manifest, "")
 
 
 def current_name(root: Path) -> str:
@@ -204,8 +224,7 @@ def switch(plan: Plan) -> None:
 def install(plan: Plan, rebuild: bool = False) -> dict[str, Any]:
     """Build, prove and put in place the planned environment. Return its manifest.
 
-    ``rebuild`` builds a complete one anew too, from new downloads: a file that was changed in place changed in the
-    cache as well, which is hard-linked.
+    ``rebuild`` builds a complete one anew too. The wheels are there; uv checks each against the lock.
 
     What other environments hold and what ``current`` names is not touched. A failed attempt is removed.
 
@@ -221,8 +240,8 @@ def install(plan: Plan, rebuild: bool = False) -> dict[str, Any]:
         if manifest and not rebuild:  # another installation was quicker
             return manifest
         shutil.rmtree(plan.partial, ignore_errors=True)
-        if rebuild:
-            shutil.rmtree(plan.root / "cache", ignore_errors=True)
+        # Hard-linked, so a file that was changed in an environment would have changed here too.
+        shutil.rmtree(plan.root / "cache", ignore_errors=True)
         require_space(plan)
         steps = Steps(log, holder, plan)
         if damage or rebuild:
@@ -232,7 +251,9 @@ def install(plan: Plan, rebuild: bool = False) -> dict[str, Any]:
         except BaseException:
             shutil.rmtree(plan.partial, ignore_errors=True)
             raise
-        _put_in_place(plan)
+        finally:
+            shutil.rmtree(plan.root / "cache", ignore_errors=True)
+        replace_folder(plan.partial, plan.path)
         steps.say(f"done: {plan.path}")
         return manifest
 
@@ -259,12 +280,14 @@ def _build(plan: Plan, steps: Steps) -> dict[str, Any]:
     requirements = plan.partial / "requirements.txt"
     requirements.write_text(plan.lock_text, encoding="utf-8")
     size = f"{plan.lock.download / 1e9:.1f} GB"
-    steps.say(f"3/4 {len(plan.lock.requirements)} wheels ({size}) from {plan.wheelhouse or 'the index'}, then bytecode")
-    source = ["--offline", "--no-index", "--find-links", str(plan.wheelhouse)] if plan.wheelhouse else []
-    steps.run([
-        str(uv), "pip", "sync", *common, *source, "--python", str(python), "--require-hashes", "--no-build",
-        "--link-mode", "hardlink", "--compile-bytecode", str(requirements),
-    ])  # fmt: skip
+    steps.say(f"3/4 {len(plan.lock.requirements)} wheels ({size}), then bytecode")
+    with steps.progress():
+        steps.run([
+            str(uv), "pip", "sync", *common, "--offline", "--no-index", "--find-links", str(plan.wheels.path),
+            "--python", str(python), "--require-hashes", "--no-build",
+            "--link-mode", "hardlink", "--compile-bytecode", str(requirements),
+        ])  # fmt: skip
+    forget_wheels(plan.partial)
     steps.say("4/4 proof: import vLLM")
     proof = steps.run([str(python), "-I", "-c", _PROOF])
     line = next((line for line in reversed(proof.splitlines()) if line.startswith("PROOF ")), "PROOF {}")
@@ -275,21 +298,20 @@ def _build(plan: Plan, steps: Steps) -> dict[str, Any]:
     if not manifest["capabilities"]["nnodes"]:
         raise EnvError(f"vLLM {wanted} cannot serve over two nodes (its EngineArgs has no nnodes); lock a newer one")
     manifest["site_packages"] = str(Path(manifest["site_packages"]).relative_to(plan.partial))
-    manifest["files"] = count_files(plan.partial)
+    manifest["libc"] = ".".join(map(str, plan.python.glibc))
+    manifest["packages"] = {r.name: r.version for r in plan.lock.requirements}
+    manifest["files"], manifest["content"] = record(plan.partial)
     (plan.partial / MANIFEST).write_text(json.dumps(manifest, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     return manifest
 
 
-def _put_in_place(plan: Plan) -> None:
-    """Move the partial folder to its name; what stood there (damaged, or to be rebuilt) goes."""
-    if plan.path.exists():
-        broken = plan.path.with_name(f".broken-{plan.digest}")
-        shutil.rmtree(broken, ignore_errors=True)
-        plan.path.rename(broken)
-        plan.partial.rename(plan.path)
-        shutil.rmtree(broken, ignore_errors=True)
-    else:
-        plan.partial.rename(plan.path)
+def forget_wheels(env: Path) -> None:
+    """Remove what uv noted of the wheels' files: their times differ between nodes, and so would the environments."""
+    for note in env.glob("lib/*/site-packages/*.dist-info/uv_cache.json"):
+        listing = note.with_name("RECORD")
+        lines = listing.read_text(encoding="utf-8").splitlines(keepends=True)
+        listing.write_text("".join(line for line in lines if "/uv_cache.json," not in line), encoding="utf-8")
+        note.unlink()
 
 
 def require_space(plan: Plan) -> None:
@@ -318,35 +340,56 @@ def ensure_uv(plan: Plan, steps: Steps) -> Path:
     partial = folder.with_name(f".partial-{plan.uv.version}")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    if plan.wheelhouse:
-        _uv_from_wheelhouse(plan, partial)
-    else:
-        pin = partial / "uv.txt"
-        pin.write_text(plan.uv.line() + "\n", encoding="utf-8")
-        steps.run([plan.python.path, "-m", "venv", str(partial / "venv")])
-        options = ["--require-hashes", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--no-input"]
-        steps.run([str(partial / "venv/bin/python"), "-m", "pip", "install", *options, "-r", str(pin)])
-        (partial / "venv/bin/uv").rename(partial / "uv")
-        shutil.rmtree(partial / "venv")
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
-    return folder / "uv"
-
-
-def _uv_from_wheelhouse(plan: Plan, partial: Path) -> None:
-    """Unpack the installer's binary out of its wheel."""
-    assert plan.wheelhouse
-    wheels = [w for w in plan.wheelhouse.glob(f"uv-{plan.uv.version}-*.whl") if plan.python.machine in w.name]
+    wheels = [w for w in plan.wheels.path.glob(f"uv-{plan.uv.version}-*.whl") if plan.python.machine in w.name]
     if not wheels:
-        raise EnvError(f"no wheel uv-{plan.uv.version}-*{plan.python.machine}.whl in {plan.wheelhouse}; add it there")
+        raise EnvError(f"no wheel uv-{plan.uv.version}-*{plan.python.machine}.whl in {plan.wheels.path}; {REMEDY}")
     data = wheels[0].read_bytes()
     if hashlib.sha256(data).hexdigest() not in plan.uv.hashes:
-        raise EnvError(f"{wheels[0]} is not the pinned one (its sha256 is not in locks/uv.txt); replace it")
+        raise EnvError(f"{wheels[0]} is not the pinned one (its sha256 is not in locks/uv.txt); {REMEDY}")
     with zipfile.ZipFile(wheels[0]) as wheel:
         member = wheel.getinfo(f"uv-{plan.uv.version}.data/scripts/uv")
         with wheel.open(member) as source, (partial / "uv").open("wb") as target:
             shutil.copyfileobj(source, target, 1 << 20)
     (partial / "uv").chmod(0o755)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    return folder / "uv"
+
+
+def prunable(plan: Plan, keep: int) -> list[Path]:
+    """Return what is old: environments but the planned one, ``keep`` others and those that are in use, and leftovers.
+
+    The others count from the one that was last in service. Leftovers are what dead installations left, and the wheels
+    of other environments.
+    """
+    envs = plan.root / "envs"
+    others = [env for env in envs.glob("[!.]*") if env.name != plan.digest]
+    old = [env for env in sorted(others, key=_last_served, reverse=True)[max(1, keep) :] if not in_use(env)]
+    wheels = [folder for folder in plan.wheels.path.parent.glob("*") if folder != plan.wheels.path]
+    return sorted([*old, *envs.glob(".*"), *wheels])
+
+
+def prune(plan: Plan, keep: int) -> None:
+    """Remove what is old; nobody installs meanwhile."""
+    with only_one(plan.root):
+        for folder in prunable(plan, keep):
+            shutil.rmtree(folder)
+
+
+def _last_served(env: Path) -> float:
+    """Return when an environment was last put in service, else installed (seconds since 1970)."""
+    times = [path.stat().st_mtime for path in (RELEASES / f"{env.name}.json", env / MANIFEST) if path.exists()]
+    return max(times, default=0.0)
+
+
+def in_use(env: Path, proc: Path = Path("/proc")) -> bool:
+    """Return whether a process was started from an environment; needs root to see those of other users."""
+    wanted = os.fsencode(env) + b"/"
+    for cmdline in proc.glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if any(argument.startswith(wanted) for argument in cmdline.read_bytes().split(b"\0")):
+                return True
+    return False
 
 
 @contextlib.contextmanager
@@ -388,6 +431,27 @@ class Steps:
         self._log.write(f"{time.strftime('%H:%M:%S')} {line}\n")
         self._log.flush()
 
+    @contextlib.contextmanager
+    def progress(self) -> Iterator[None]:
+        """Say every few seconds how much is unpacked and installed, while something else runs."""
+        over, begun = threading.Event(), time.monotonic()
+
+        def tell() -> None:
+            while not over.wait(BEAT):
+                installed = len(list(self._plan.partial.glob("lib/*/site-packages/*.dist-info")))
+                self.say(
+                    f"    {installed} of {len(self._plan.lock.requirements)} packages after "
+                    f"{time.monotonic() - begun:.0f} s, {shutil.disk_usage(self._plan.root).free / 1e9:.1f} GB free"
+                )
+
+        teller = threading.Thread(target=tell, daemon=True)
+        teller.start()
+        try:
+            yield
+        finally:
+            over.set()
+            teller.join()
+
     def run(self, command: list[str]) -> str:
         """Run a command to its end. Return what it printed to stdout.
 
@@ -415,10 +479,8 @@ def explain(lines: list[str]) -> str:
     text = "\n".join(lines).lower()
     for sign, sentence in (
         ("no space left on device", "the disk is full; free space and run again, what was in use is untouched"),
-        ("hash mismatch", "a wheel is not the locked one; replace it in the wheelhouse, or make the lock anew"),
-        ("ensurepip", "python3-venv is missing; run playbooks/gpu.yml, which installs it"),
-        ("no solution found", "a locked wheel is missing in the wheelhouse or fits no Python of this node"),
-        ("failed to fetch", "the index cannot be reached; set vllm_env_wheelhouse or a proxy in vllm_env_environment"),
+        ("hash mismatch", f"a wheel is not the locked one; {REMEDY}"),
+        ("no solution found", "a locked wheel fits no Python of this node; make the lock anew"),
     ):
         if sign in text:
             return sentence

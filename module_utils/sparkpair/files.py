@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import shutil
 import stat
 import tempfile
 from collections.abc import Mapping
@@ -37,6 +39,29 @@ def put(path: Path, data: bytes | None, mode: int = 0o644) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def replace_folder(fresh: Path, path: Path) -> None:
+    """Move the folder `fresh` to `path`, on one file system, in one step; what stood there goes."""
+    old = path.with_name(f".old-{path.name}")
+    shutil.rmtree(old, ignore_errors=True)
+    if _exchange(fresh, path):
+        fresh.rename(old)
+    else:
+        if path.exists():  # a file system that cannot exchange: for a moment nothing is there, but never a part
+            path.rename(old)
+        fresh.rename(path)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two names of a file system in one step; whether both were there and that is possible."""
+    at_cwd, exchange = -100, 2
+    try:
+        renameat2 = ctypes.CDLL(None).renameat2
+    except AttributeError:
+        return False
+    return bool(renameat2(at_cwd, os.fsencode(one), at_cwd, os.fsencode(other), exchange) == 0)
 
 
 def diff(path: Path, data: bytes | None) -> dict[str, Any]:

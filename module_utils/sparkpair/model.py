@@ -32,6 +32,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ansible.module_utils.sparkpair.files import replace_folder
+
 MANIFEST = "sparkpair-model.json"
 SEEN = ".sparkpair-seen.json"
 """Inode, size and time (ns) of each file when its bytes were last proven; local to the node."""
@@ -373,14 +375,7 @@ def finish(place: Place, manifest: Manifest) -> None:
     (place.partial / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
     (place.partial / MANIFEST).chmod(0o644)
     remember(place.partial)
-    if place.path.exists():
-        old = place.path.with_name(f".old-{place.revision}")
-        shutil.rmtree(old, ignore_errors=True)
-        place.path.rename(old)
-        place.partial.rename(place.path)
-        shutil.rmtree(old, ignore_errors=True)
-    else:
-        place.partial.rename(place.path)
+    replace_folder(place.partial, place.path)
 
 
 def reopen(place: Place, wanted: Iterable[str] | None = None) -> None:

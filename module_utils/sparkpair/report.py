@@ -100,6 +100,8 @@ class Wish:
     api: str = ""
     """Where the head's API may listen, as address:port."""
     engine: Mapping[str, Any] = field(default_factory=dict)
+    older: bool = False
+    """Whether an earlier hotfix counts too: a rollback brings back the one of that time."""
     """Options of `vllm serve` that were asked for."""
 
 
@@ -154,6 +156,7 @@ def _node_faults(node: Node, wish: Wish, site: str) -> list[str]:
     faults += [f"{text}: {site}" for text in expected_differences(wish.variables, part["processes"])]
     status = read_error(node.get("hotfix")) or node["hotfix"]["found"]["status"]
     fine = ("patched", "not-needed") if wish.patched else ("original", "not-needed", "absent")
+    fine = (*fine, "patched-older") if wish.patched and wish.older else fine
     if status not in fine:
         faults.append(f"found the scheduler {status}, expected {fine[0]}: {site}")
     if status == "patched":

@@ -142,7 +142,7 @@ DRILLS = [
     Drill(
         "another hotfix on rank 1, kill worker",
         {"spark-b": DRIFT},
-        until=r"waiting for spark-b: scheduler digest differs: \w+ there, \w+ on spark-a",
+        until=r"not started, spark-b: found 1 files that differ from what was installed: changed vllm",
         heal={"spark-b": f"cat /root/kept > {SCHEDULER}"},
     ),
     Drill(

@@ -260,6 +260,38 @@ def test_digests_that_differ_are_named_and_nothing_starts():
     world.until_serving()
 
 
+def test_packages_that_differ_are_named_before_any_digest():
+    world = World()
+    world.nodes[0].digests = {**SAME, "env": "e1", "packages": "aiohttp 3.14.5, torch 2.14.0, vllm 0.33.0"}
+    world.nodes[1].digests = {**SAME, "env": "e2", "packages": "aiohttp 3.14.5, six 1.17.0, torch 2.13.0, vllm 0.33.0"}
+    world.boot(1)
+    world.run(10)
+    assert world.head.text(world.now).startswith(
+        "waiting for spark-b: packages differ: six 1.17.0, torch 2.13.0 there, torch 2.14.0 on spark-a"
+    )
+    assert "packages" not in world.head.summary(world.now)["digests"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_node_that_is_unfit_stops_all_also_when_both_are_alike(rank):
+    world = World()
+    world.boot(1)
+    for node in world.nodes[rank:]:
+        node.digests = {**SAME, core.UNFIT: "found 1 files that differ"}
+    world.run(30)
+    assert world.alive() == [set(), set()]
+    assert f"not started, {world.nodes[rank].agent.names[rank]}: found 1 files that differ" in world.head.text(
+        world.now
+    )
+    for node in world.nodes:
+        node.digests = {}
+    world.run(5)
+    assert "reading what spark-a would serve" in world.head.text(world.now)
+    for node in world.nodes:
+        node.digests = dict(SAME)
+    world.until_serving()
+
+
 def test_a_start_that_takes_too_long_is_a_failure():
     world = World(limits=core.Limits(ready=30))
     world.answers["ready"] = "refused"

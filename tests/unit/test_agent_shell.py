@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import yaml
 from conftest import ROOT
-from sparkpair_rank import core, kernel_log, link, main, page_cache, probes, processes, report
+from sparkpair_rank import core, environment, kernel_log, link, main, page_cache, probes, processes, report
 
 NAMES = ["spark-a", "spark-b"]
 RAILS = [["127.0.0.1", "127.0.0.2"], ["127.0.1.1", "127.0.1.2"]]
@@ -273,6 +273,23 @@ def test_another_secret_is_refused_and_a_pause_file_holds(pair):
     pair.wait(0, lambda state: "held on spark-b" in state["text"] and "new cable" in state["text"])
     (pair.folder / "pause-1").unlink()
     pair.serving(1)
+
+
+def test_a_package_installed_by_hand_stops_the_next_start_until_it_is_gone(pair):
+    env = pair.folder / "envs" / "0123456789abcdef"
+    env.mkdir(parents=True)
+    (env / "vllm.py").touch()
+    environment.record(env)
+    (pair.folder / "current").symlink_to("envs/0123456789abcdef")
+    pair.start(0)
+    pair.start(1)
+    pair.serving(1)
+    (env / "six.py").touch()
+    os.kill(pair.worker(1), signal.SIGKILL)
+    state = pair.wait(0, lambda state: "not started, spark-a: found 1 files" in state["text"])
+    assert "added six.py: ansible-playbook site.yml" in state["text"]
+    (env / "six.py").unlink()
+    pair.serving(2)
 
 
 def test_messages_survive_the_wire_and_what_is_none_is_refused():

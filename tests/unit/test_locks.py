@@ -12,6 +12,7 @@ from ansible.module_utils.sparkpair.env_lock import LockError, env_digest, parse
 
 from lab import wheelhouse
 from locks import lock as make_lock
+from module_utils.sparkpair import wheel_download
 
 ROOT = Path(__file__).resolve().parents[2]
 LOCKS = sorted(p for p in (ROOT / "locks").glob("*.txt") if p.name != "uv.txt")
@@ -242,7 +243,7 @@ def test_a_missing_wheel_is_named(tmp_path, small_wheelhouse, monkeypatch):
 
 def test_pip_is_asked_for_the_platform_of_the_nodes():
     lock = parse_lock(wheelhouse.LOCK.read_text(encoding="ascii"))
-    tags = wheelhouse.platform_tags(lock)
+    tags = wheel_download.platform_tags(lock)
     assert tags[0] == "manylinux_2_36_x86_64"
     assert {"manylinux_2_17_x86_64", "manylinux2014_x86_64", "linux_x86_64"} <= set(tags)
     assert "manylinux_2_37_x86_64" not in tags

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 from ansible.module_utils.sparkpair.report import Wish, faults_of, table
@@ -92,6 +93,12 @@ def test_an_unpatched_pair_is_fine_when_the_hotfix_is_not_asked_for(pair):
         change(pair, "spark-a", "hotfix/found/status", "original"), "spark-b", "hotfix/found/status", "original"
     )
     assert faults_of(change(stock, "spark-a", "rank_info/scheduler", None), Wish(WANT, patched=False)) == []
+
+
+def test_an_earlier_hotfix_is_fine_after_a_rollback_alone(pair):
+    old = change(pair, "spark-a", "hotfix/found/status", "patched-older")
+    assert any("patched-older" in fault for fault in faults_of(old, WISH))
+    assert not any("patched-older, expected" in fault for fault in faults_of(old, replace(WISH, older=True)))
 
 
 def test_a_patched_pair_is_a_fault_when_the_hotfix_is_to_be_out(pair):

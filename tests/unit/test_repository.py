@@ -138,6 +138,7 @@ def render(rank: int, tmp_path: Path, **settings: object) -> dict[str, str]:
         "fabric_subnet": "192.168.176.0/23",
         "__serve_read": {
             "digests": {"env": "a", "scheduler": "b", "model": "c"},
+            "serves": "a-b",
             "packages": {"libnccl2": "2.28.9-1+cuda13.0"},
         },
         "__fabric_info": {
@@ -190,7 +191,7 @@ def test_both_ranks_render_with_the_cap_and_their_own_addresses(tmp_path):
     ("not-needed", "present", 3), ("not-needed", "absent", None), ("patched", "present", None),
 ])  # fmt: skip
 def test_a_vllm_that_enforces_the_cap_gets_its_own_option_instead_of_our_variables(tmp_path, status, state, option):
-    read = {"digests": {"env": "a", "scheduler": "b", "model": "c"}, "packages": {}, "hotfix": status}
+    read = {"digests": {"env": "a", "scheduler": "b", "model": "c"}, "packages": {}, "serves": "a-b", "hotfix": status}
     made = render(1, tmp_path, serve_max_inflight_prefills=3, hotfix_state=state, __serve_read=read)
     assert yaml.safe_load(made["engine.yaml"]).get("max-num-partial-prefills") == option
     assert ("DSPARK_" in made["rank.env"]) == (status != "not-needed")

@@ -1,0 +1,1 @@
+../../agent/sparkpair_rank/environment.py
