@@ -546,8 +546,11 @@ class Agent:
                 if status and status.leaving:
                     what = "stopped there"
                 return self._end(now, Cause(f"{name}: {what}", 0.0), crash=False)
-            if self.phase != STARTING and (status.phase != RUNNING or status.generation != run):
+            if self.phase != STARTING and status.generation != run:
                 return self._end(now, Cause(f"{name}: a new agent, nothing runs there", 0.0), crash=False)
+            # Also while others still start: what a rank ended, having lost the leader, it does not start again.
+            if status.generation == run and status.phase != RUNNING:
+                return self._end(now, Cause(f"{name}: rank {rank} was ended there", 0.0), crash=False)
         leaving = [self.names[status.rank] for status in self._statuses() if status.leaving]
         if leaving and not self.drain_for:
             return self._drain(now, f"stopped on {leaving[0]}")

@@ -330,6 +330,16 @@ def test_an_old_status_that_says_stopped_starts_nothing(late):
     world.until_serving(120)
 
 
+def test_a_worker_that_lost_the_leader_while_others_start_ends_that_generation():
+    """It never starts the same generation again: waiting for it would take the whole bound of a start."""
+    world = World(3, stop_takes=0.1)
+    world.slow = {2: 2.0}
+    while not world.nodes[1].alive:
+        world.step()
+    world.give(1, core.Closed(0))
+    world.until_serving(30)
+
+
 class Faults(RuleBasedStateMachine):
     """Crashes, cuts, delays and stops in any order. Two generations are never alive together, and well nodes serve."""
 
