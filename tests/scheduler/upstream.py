@@ -69,7 +69,9 @@ def fetch(release: str) -> Path:
         )  # fmt: skip
         (archive,) = work.glob("vllm-*.tar.gz")
         with tarfile.open(archive) as tar:
-            tar.extractall(work, [m for m in tar.getmembers() if "/tests/" in m.name], filter="data")
+            # Python 3.11.2, Debian 12's, has no filters yet.
+            tar.extraction_filter = getattr(tarfile, "data_filter", None)
+            tar.extractall(work, [m for m in tar.getmembers() if "/tests/" in m.name])
         (made,) = work.glob("vllm-*/tests")
         (made / "conftest.py").unlink()  # it starts engines
         (made.parent / "pytest.ini").write_text("[pytest]\n", encoding="ascii")
