@@ -421,8 +421,10 @@ class Installation:
         original = unpatch(source) if MARK.search(source) else source
         patched = patch(original, self.revision)
         backup = self.backup(sha256(original))
-        # The hooks come last: whatever interrupts this, the scheduler in place is whole and finds what it imports.
+        # The hooks come last: whatever interrupts this, the scheduler in place is whole and finds its own module.
         wanted = [(self.module, self.runtime), (backup, original), (self.scheduler, patched)]
+        if source not in (original, patched):  # hooks of another revision go before their module does
+            wanted.insert(0, (self.scheduler, original))
         return self._change(wanted, dry_run, replace(before, PATCHED, self.revision))
 
     def _revert(self, dry_run: bool) -> Change:
@@ -452,7 +454,7 @@ class Installation:
     def _change(self, wanted: Sequence[tuple[Path, bytes | None]], dry_run: bool, predicted: Report) -> Change:
         now = {p: p.read_bytes() if p.is_file() else None for p, _ in wanted}
         files = [(p, data) for p, data in wanted if now[p] != data]
-        shown = tuple((str(p), _text(now[p]), _text(data)) for p, data in files if p.suffix == ".py")
+        shown = tuple((str(p), _text(now[p]), _text(data)) for p, data in dict(files).items() if p.suffix == ".py")
         if dry_run or not files:
             return Change(bool(files), predicted if files else self.report(), shown)
         self._check_writable()
