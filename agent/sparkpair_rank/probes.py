@@ -8,12 +8,11 @@ from __future__ import annotations
 import http.client
 import json
 import re
-import socket
-import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
+
+from sparkpair_rank.completion import answer_to, bearer
 
 Answer = Literal["ok", "refused", "late", "broken"]
 METRIC = re.compile(r"^vllm:(\w+?)(?:\{[^}]*\})? (\S+)$", re.MULTILINE)
@@ -46,34 +45,18 @@ class Api:
 
 def ask(api: Api, method: str, path: str, body: Mapping[str, Any] | None, within: float) -> tuple[Answer, str]:
     """One request, ended after `within` seconds also when bytes drip. Returns how it went, and the body or error."""
-    headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {api.key}"} if api.key else {})}
-    connection = http.client.HTTPConnection(api.host, api.port, timeout=within)
-    over = threading.Event()
-
-    def end() -> None:
-        over.set()
-        with suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
-
-    timer = threading.Timer(within, end)
+    headers = {"Content-Type": "application/json", **bearer(api.key)}
+    text_sent = json.dumps(body) if body is not None else None
     try:
-        connection.connect()
-        sock = connection.sock
-        timer.start()
-        connection.request(method, path, json.dumps(body) if body is not None else None, headers)
-        answer = connection.getresponse()
-        text = answer.read().decode("utf-8", errors="replace")
-    except (OSError, http.client.HTTPException) as error:
-        if over.is_set() or isinstance(error, TimeoutError):
-            return "late", f"no answer to {path} within {within:.0f} s"
-        if not isinstance(error, ConnectionRefusedError | ConnectionResetError):
-            return "broken", f"{path}: {error or type(error).__name__}"
+        with answer_to(api.host, api.port, method, path, text_sent, headers, within) as answer:
+            text = answer.read().decode("utf-8", errors="replace")
+    except TimeoutError as error:
+        return "late", str(error)
+    except (ConnectionRefusedError, ConnectionResetError) as error:
         return "refused", f"{path}: nothing listens on {api.host}:{api.port}: {error or type(error).__name__}"
-    finally:
-        timer.cancel()
-        connection.close()
-    if over.is_set():
-        return "late", f"no answer to {path} within {within:.0f} s"
+    # Numbers that no server sends, such as a length below 0, are ValueError and OverflowError to http.client.
+    except (OSError, http.client.HTTPException, ValueError, OverflowError) as error:
+        return "broken", f"{path}: {error or type(error).__name__}"
     return ("ok", text) if answer.status == 200 else ("broken", f"{path}: HTTP {answer.status} {text[:200]}")
 
 
