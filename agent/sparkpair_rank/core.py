@@ -477,7 +477,8 @@ class Agent:
     def _kill(self, graceful: bool, evidence: bool, why: str) -> None:
         if self.own.phase == RUNNING:
             self.own = replace(self.own, phase=STOPPING, detail="")
-            self._do(Kill(self.own.generation, graceful, evidence, why))
+            # Requests are the head's: a worker's vLLM has nothing to finish, and waits out the bound of a SIGTERM.
+            self._do(Kill(self.own.generation, graceful and self.leads, evidence, why))
 
     # The leader: decide what all ranks do.
 

@@ -22,6 +22,8 @@ ENGINE = "VLLM::"
 """vLLM's children call themselves VLLM::EngineCore, VLLM::Worker_TP1 and so on; the death of any is the rank's."""
 COMPILERS = frozenset({"nvcc", "cicc", "ptxas", "fatbinary", "ninja", "c++", "cc1plus", "g++", "gcc", "cc1", "ld"})
 EXCEPTION = re.compile(r"\b([A-Za-z_.]*(?:Error|Exception|Timeout)): (?P<text>\S.*)")
+QUIET = re.compile(r"^(?:\([^)]*\) )?(?:\x1b\[[\d;]*m)*(?:DEBUG|INFO|WARNING)\b")
+"""vLLM's log below ERROR: its warnings name exceptions that may come, such as that of too many open files."""
 NOISE = re.compile(
     r"nccl|gloo|TCPStore|ProcessGroup|DistBackend|DistNetwork|DistStore|connection (reset|closed|refused)|broken pipe"
     r"|EngineDeadError|Engine core init\w+ failed|died unexpectedly|WorkerProc (failed|init\w+)|cancelled",
@@ -101,11 +103,17 @@ def describe(status: int) -> str:
     return f"ended with exit status {os.WEXITSTATUS(status)}"
 
 
+def exception_in(line: str) -> re.Match[str] | None:
+    """The exception that a line tells of."""
+    named = "Error" in line or "Exception" in line or "Timeout" in line
+    return EXCEPTION.search(line) if named and not QUIET.search(line) else None
+
+
 def find_cause(lines: Iterable[tuple[float, str]], since: float) -> Cause | None:
     """The first exception in (wall clock time, line) pairs since `since`: one that names a fault before mere noise."""
     noise = None
     for at, line in lines:
-        match = EXCEPTION.search(line) if at >= since else None
+        match = exception_in(line) if at >= since else None
         if match is None:
             continue
         text = f"{match[1]}: {match['text']}"[:300]
@@ -260,7 +268,7 @@ class Group:
         self.log(self.generation, line)
         now = time.time()
         self.lines.append((now, line[:400]))
-        if ("Error" in line or "Exception" in line or "Timeout" in line) and EXCEPTION.search(line):
+        if exception_in(line):
             self.exceptions.append((now, line[:600]))
         if match := PERCENT.search(line):
             self.detail = f"loading {match[1]} %"

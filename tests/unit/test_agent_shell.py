@@ -305,12 +305,18 @@ def test_the_first_exception_that_names_a_fault_wins():
     lines = [
         (1.0, "(Worker pid=1) ERROR 11-30 [x.py:1] ValueError: an old answer to a request"),
         (50.0, "RuntimeError: [gloo] Connection closed by peer"),
+        # As vLLM 0.32 printed it on a machine with a low limit.
+        (
+            50.5,
+            "(APIServer pid=3) WARNING 12-01 03:29:32 [system_utils.py:255] Found ulimit of 20000. This can cause "
+            "fd limit errors like `OSError: [Errno 24] Too many open files`. Consider increasing with ulimit -n",
+        ),
         (51.0, "(EngineCore pid=2) torch.OutOfMemoryError: CUDA out of memory"),
         (52.0, "RuntimeError: Engine core initialization failed."),
     ]
     found = processes.find_cause(lines, 40.0)
     assert found == core.Cause("torch.OutOfMemoryError: CUDA out of memory", 51.0, 0)
-    noise = processes.find_cause(lines[:2], 40.0)
+    noise = processes.find_cause(lines[:3], 40.0)
     assert noise is not None and noise.weight == 2
     assert processes.find_cause(lines, 60.0) is None
 
