@@ -34,7 +34,7 @@ def small_pieces(monkeypatch):
     monkeypatch.setattr(model, "PIECE", PIECE)
     monkeypatch.setattr(model_copy, "PIECE", PIECE)
     monkeypatch.setattr(model, "BLOCK", 10_000)
-    monkeypatch.setattr(model_copy, "BLOCK", 10_000)
+    monkeypatch.setattr(model_copy, "WRITE", 2 * model_copy.SECTOR)
     monkeypatch.setattr(model, "MARGIN", 0)
     monkeypatch.setattr(model, "WAIT", 0.0)
     monkeypatch.setattr(model_copy.time, "sleep", lambda _: None)
