@@ -79,7 +79,7 @@ bench-hotfix: vllm-venv  ## stock, the original, strict and fair on the real sch
 	@$(RUN) $(VLLM_VENV)/bin/python tests/scheduler/bench.py
 
 .PHONY: bench-serve
-bench-serve: tools  ## the same policies on the lab's pair: gaps of live streams, first tokens (quarter of an hour)
+bench-serve: tools  ## the same policies on the lab's pair: gaps of live streams, first tokens (25 minutes, idle)
 	@$(RUN) python3 tests/e2e/bench_serve.py
 
 .PHONY: bench

@@ -1,7 +1,7 @@
-"""The policies on the lab's real two-node serve, one after the other on the same pair: `make bench-serve`.
+"""The policies on the lab's real two-node serve, by turns on the same pair: `make bench-serve`, on an idle machine.
 
 Each variant restarts the pair through the inventory's variables and plays `mixed_load.py` on the head. Prints the
-medians and their ratios to stock, writes reports/bench-serve.json, and exits 1 where fair misses a target.
+medians and their ratios to stock, writes reports/bench-serve.json, and exits 1 where JUDGED misses a target.
 KEEP_LAB=1 uses the lab that runs, where site.yml has passed.
 """
 
@@ -19,7 +19,9 @@ from typing import Any
 import yaml
 from conftest import ROOT, lab, play
 
-RUNS = 3
+ROUNDS = 3
+RUNS = 2
+"""Of each variant in each round: what else the machine does then falls on all variants alike."""
 LAB = {
     name: value
     for file in ("profiles/tiny.yml", "inventory/lab/group_vars/sparks.yml")
@@ -36,7 +38,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         THRESHOLD,
     ),
     "fair": ({}, {}),
+    "fair, allowance 1024": ({"serve_mixed_prefill_tokens": 1024}, {}),
 }
+JUDGED = "fair"
 TARGETS = {"itl_worst_s": 0.35, "short_ttft_s": 0.2, "tokens_per_s": 0.95}
 """Of stock: the first two at most, the last at least."""
 
@@ -50,8 +54,8 @@ def ssh(command: str, stdin: str = "") -> str:
     return done.stdout
 
 
-def measure(name: str, folder: Path) -> list[dict[str, float]]:
-    """Restart the pair as variant ``name`` and play the load RUNS times."""
+def measure(name: str, folder: Path, seeds: range, long: int) -> list[dict[str, float]]:
+    """Restart the pair as variant ``name`` and play the load once for each seed."""
     settings, options = VARIANTS[name]
     variables = {
         **settings,
@@ -65,7 +69,7 @@ def measure(name: str, folder: Path) -> list[dict[str, float]]:
     file.write_text(json.dumps(variables), encoding="ascii")
     play("playbooks/serve.yml", "-e", f"@{file}")
     client = (ROOT / "tests/e2e/mixed_load.py").read_text(encoding="utf-8")
-    runs = [json.loads(ssh(f"python3 - 8000 tiny {seed}", client)) for seed in range(RUNS)]
+    runs = [json.loads(ssh(f"python3 - 8000 tiny {seed} {long}", client)) for seed in seeds]
     for run in runs:
         print(f"{name}: {run}", flush=True)
     return runs
@@ -74,6 +78,7 @@ def measure(name: str, folder: Path) -> list[dict[str, float]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--variants", default=";".join(VARIANTS))
+    parser.add_argument("--long", type=int, default=24_000, help="tokens of a long prompt")
     args = parser.parse_args()
     reports = ROOT / "reports"
     reports.mkdir(exist_ok=True)
@@ -82,8 +87,11 @@ def main() -> int:
         lab("down")
         lab("up")
         play("site.yml")
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in args.variants.split(";")}
     try:
-        found = {name: measure(name, reports) for name in args.variants.split(";")}
+        for number in range(ROUNDS):
+            for name in found:
+                found[name] += measure(name, reports, range(number * RUNS, (number + 1) * RUNS), args.long)
     finally:
         if not keep:
             lab("down")
@@ -97,8 +105,8 @@ def main() -> int:
         print(f"{name:32}" + "  ".join(f"{k} {v:.2f} of stock" for k, v in ratio.items()))
     report = {"runs": found, "medians": medians, "ratios": ratios, "targets": TARGETS}
     (reports / "bench-serve.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    missed = [k for k, bound in TARGETS.items() if (ratios["fair"][k] < bound) == (k == "tokens_per_s")]
-    print(f"fair misses: {', '.join(missed)}" if missed else "fair reaches every target")
+    missed = [k for k, bound in TARGETS.items() if (ratios[JUDGED][k] < bound) == (k == "tokens_per_s")]
+    print(f"{JUDGED} misses: {', '.join(missed)}" if missed else f"{JUDGED} reaches every target")
     return 1 if missed else 0
 
 

@@ -1,8 +1,8 @@
 """Live streams, long prompts and short ones on one OpenAI-compatible endpoint; prints what they saw as JSON.
 
-    python3 - PORT MODEL SEED < mixed_load.py
+    python3 - PORT MODEL SEED LONG < mixed_load.py
 
-Two streams of 400 tokens; four prompts of 24 000 tokens from second 1 on; six prompts of 64 tokens, one a second from
+Two streams of 400 tokens; four prompts of LONG tokens from second 1 on; six prompts of 64 tokens, one a second from
 second 2 on. Standard library only. Prompts are token ids drawn from SEED, so that none is cached from a run before.
 """
 
@@ -16,9 +16,10 @@ import sys
 import threading
 import time
 
+LONG = int(sys.argv[4])
 LANES = (
     [("live", 16, 0.0, 400)] * 2
-    + [("long", 24_000, 1.0 + i / 10, 32) for i in range(4)]
+    + [("long", LONG, 1.0 + i / 10, 32) for i in range(4)]
     + [("short", 64, 2.0 + i, 16) for i in range(6)]
 )
 """Kind, tokens of the prompt, seconds until it is sent, tokens that are asked for."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, play
+from conftest import ROOT, play, run
 
 FULL = os.environ.get("CHAOS") == "full"
 NODES = ("spark-a", "spark-b")
@@ -325,7 +325,7 @@ def test_an_option_that_vllm_refuses_leaves_the_old_ones_serving():
 
 
 @pytest.mark.skipif(not FULL, reason="make chaos")
-def test_a_changed_setting_restarts_the_pair_once_and_an_open_api_gets_a_key():
+def test_a_changed_setting_restarts_the_pair_once_and_an_open_api_gets_a_key(tmp_path):
     wait_for(serving, AGAIN_S, "serving")
     before = state("spark-a")["generation"]
     node("spark-a", "rm -f /etc/sparkpair/generated-api-keys")
@@ -342,8 +342,16 @@ def test_a_changed_setting_restarts_the_pair_once_and_an_open_api_gets_a_key():
             name, "journalctl -q --no-pager; tr '\\0' ' ' < <(cat /proc/[0-9]*/cmdline); cat /etc/sparkpair/rank.env"
         )
         assert "vllm serve" in told and key not in told
+    (tmp_path / "password").write_text("of-the-test\n")
+    vault = {"ANSIBLE_VAULT_PASSWORD_FILE": str(tmp_path / "password")}
+    kept = (*opened, "-e", f"serve_vault_file={tmp_path}/key.yml")
+    outputs = [play("playbooks/serve.yml", *kept, **vault), play("playbooks/serve.yml", *kept, **vault)]
+    assert "changed=0" in outputs[1] and not re.search(r"changed=[1-9]", outputs[1])
+    key = node("spark-a", "cat /etc/sparkpair/api-keys").strip()
+    assert [re.sub(r"\s", "", output).count(key) for output in outputs] == [1, 0], "shown once, and no more"
+    assert key in run("ansible-vault", "view", str(tmp_path / "key.yml"), **vault)
     play("playbooks/serve.yml")
-    assert serving() and [state(name)["generation"] for name in NODES] == [before + 2, before + 2]
+    assert serving() and [state(name)["generation"] for name in NODES] == [before + 3, before + 3]
 
 
 def test_the_agents_cost_little_while_idle():
