@@ -321,6 +321,19 @@ def test_the_first_exception_that_names_a_fault_wins():
     assert processes.find_cause(lines, 60.0) is None
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("(Worker pid=1) \x1b[33mWARNING\x1b[0m 12-01 [x.py:1] may end with OSError: too many", False),
+        ("INFO 12-01 03:29:32 [x.py:1] ValueError: of a request", False),
+        ("(EngineCore pid=2) ERROR 12-01 [x.py:1] RuntimeError: it printed: WARNING 12-01 03:29:31", True),
+        ("RuntimeError: the child said INFO 12-01 ready", True),
+    ],
+)
+def test_the_level_of_a_line_counts_and_not_what_it_quotes(line, told):
+    assert bool(processes.exception_in(line)) == told
+
+
 def test_metrics_tell_what_is_busy_and_what_moves():
     text = 'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 1.0\nprocess_cpu 3\n'
     busy, before = probes.parse_metrics(text + "vllm:kv_cache_usage_perc 0.25\n")

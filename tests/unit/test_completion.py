@@ -19,6 +19,7 @@ from ansible.module_utils.sparkpair.completion import (
     main,
     network_faults,
 )
+from sparkpair_rank import probes
 
 
 def chunk(text, finish=None):
@@ -81,12 +82,31 @@ def test_an_error_chunk_fails_though_the_status_is_200(api):
         (["data: [DONE]"], r"without any text"),
         (["data: {broken", "data: [DONE]"], "no event"),
         (["data: 7", "data: [DONE]"], "no event"),
+        (['data: {"choices": {"x": 1}}', "data: [DONE]"], "no event"),
+        (['data: {"choices": [{"delta": {"content": 1}}]}', "data: [DONE]"], "no event"),
     ],
 )
 def test_a_stream_that_is_no_answer_fails(api, lines, words):
     api.lines = lines
     with pytest.raises(ProbeError, match=words):
         probe(api)
+
+
+@pytest.mark.parametrize("header", [f"Content-Length: {10**23}", "Transfer-Encoding: chunked\r\n\r\n-5"])
+def test_numbers_that_no_server_sends_are_an_answer_too(header):
+    def answer():
+        for _ in range(2):
+            client, _ = server.accept()
+            with client:
+                client.recv(10_000)
+                client.sendall(f"HTTP/1.1 200 OK\r\n{header}\r\n\r\n".encode())
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=answer, daemon=True).start()
+        port = server.getsockname()[1]
+        with pytest.raises(ProbeError):
+            ask("127.0.0.1", port, "tiny", "hi", 4, "", 5.0)
+        assert probes.ask(probes.Api("127.0.0.1", port, "tiny"), "GET", "/metrics", None, 5.0)[0] == "broken"
 
 
 def test_a_refusal_shows_its_status(api):

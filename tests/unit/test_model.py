@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -320,6 +322,43 @@ def test_a_report_arrives_though_the_server_dropped_the_idle_connection(head, pe
         model_copy.copy(peer, pull_from, 4, quiet)
         assert reported.wait(5)
     assert result == []
+
+
+def test_a_file_system_that_refuses_to_go_past_the_page_cache_is_written_through_it(head, peer, monkeypatch):
+    pwrite, refused = os.pwrite, []
+
+    def picky(descriptor, data, position):
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(position)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return pwrite(descriptor, data[:5000], position)
+
+    monkeypatch.setattr(model_copy.os, "pwrite", picky)
+    with serving(head) as (pull_from, _):
+        model_copy.copy(peer, pull_from, 1, quiet)
+    # What opens no file past it needs no way back.
+    assert refused or not fcntl.fcntl(model_copy._open(peer.path / "new", 1), fcntl.F_GETFL) & os.O_DIRECT
+    (peer.path / "new").unlink(missing_ok=True)
+    assert content(peer.path) == content(head.path)
+
+
+def test_what_a_broken_run_read_is_on_the_disk_before_it_counts(head, peer, monkeypatch):
+    fsync, synced = os.fsync, set()
+
+    def broken(_):
+        raise KeyboardInterrupt
+
+    def note(descriptor):
+        synced.add(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+        fsync(descriptor)
+
+    monkeypatch.setattr(model_copy.os, "fsync", broken)
+    with serving(head) as (pull_from, _), pytest.raises(KeyboardInterrupt):
+        model_copy.copy(peer, pull_from, 4, quiet)
+    monkeypatch.setattr(model_copy.os, "fsync", note)
+    with serving(head) as (pull_from, _):
+        model_copy.copy(peer, pull_from, 4, quiet)
+    assert {Path(path).name for path in content(head.path)} - synced <= {model.MANIFEST}
 
 
 def test_a_peer_without_a_head_gives_up(peer):
