@@ -114,8 +114,7 @@ def answer_to(
 ) -> Iterator[http.client.HTTPResponse]:
     """The answer to a request, which must also be read within `within` seconds: bytes that drip do not prolong it.
 
-    Raises TimeoutError when the time is over, whatever the reader made of the cut; OSError or HTTPException as
-    http.client does.
+    Raises TimeoutError when the time is over, whatever the reader made of the cut; else OSError or HTTPException.
     """
     connection = http.client.HTTPConnection(host, port, timeout=within)
     over = threading.Event()
@@ -139,6 +138,9 @@ def answer_to(
     except Exception as error:
         if over.is_set() or isinstance(error, TimeoutError):
             raise TimeoutError(late) from error
+        # Numbers that no server sends, such as a length below 0, are these to http.client.
+        if isinstance(error, ValueError | OverflowError):
+            raise http.client.HTTPException(str(error)) from error
         raise
     finally:
         timer.cancel()
@@ -152,8 +154,7 @@ def named() -> Iterator[None]:
         yield
     except TimeoutError as error:
         raise ProbeError(str(error)) from error
-    # Numbers that no server sends, such as a length below 0, are ValueError and OverflowError to http.client.
-    except (OSError, http.client.HTTPException, ValueError, OverflowError) as error:
+    except (OSError, http.client.HTTPException) as error:
         raise ProbeError(f"no answer: {error or type(error).__name__}") from error
 
 
