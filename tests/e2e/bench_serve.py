@@ -38,6 +38,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         THRESHOLD,
     ),
     "fair": ({}, {}),
+    "fair, allowance 640": ({"serve_mixed_prefill_tokens": 640}, {}),
     "fair, allowance 1024": ({"serve_mixed_prefill_tokens": 1024}, {}),
 }
 JUDGED = "fair"
